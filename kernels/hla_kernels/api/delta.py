@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from ..checks import check_name, check_unknown, named
-from ..delta_rule.call import prepare
+from ..delta_rule import fused
+from ..delta_rule.call import DeltaCall, prepare
 from ..delta_rule.operator import delta_op, evaluate
 from ..delta_rule.state import DeltaState
-from ..dispatch.autograd import refuse_forward_mode
-from ..options import plain_precision
+from ..dispatch.autograd import needs_backward, refuse_forward_mode
+from ..dispatch.trial import trial_of
+from ..dispatch.verify import fault
+from ..options import IMPLS, plain_precision
 
 
 def delta(
@@ -33,13 +36,15 @@ def delta(
     a, b    columns of A and B, [B, N, H, r, D], r at most 3; None for none. Without both: gated linear attention
     state   state after the preceding tokens; return_state also returns the state after the last token, with
             "mergeable" including what `merge_delta` needs
-    impl    "auto" and "torch" process chunks of 64 tokens, "reference" single tokens; there is no Triton form
+    impl    "torch" and "auto" process chunks of 64 tokens, "reference" single tokens, "triton" chunks of 16 on a GPU:
+            bfloat16 and float16, ranks up to 2, one write per token, at most 128 channels; decays below e^-10 count as
+            e^-10. "auto" does not use it, since it was compiled and interpreted, but never ran on a GPU
 
     States and sums are float32 (float64 for float64 tokens). Raises ValueError for wrong shapes, dtypes, devices, names
     and decays. Derivatives: reverse mode, once.
     """
     check_unknown(unknown, NAMES)
-    check_name("impl", impl, ("auto", "torch", "reference"))
+    check_name("impl", impl, IMPLS)
     if return_state not in (False, True, "mergeable"):
         raise ValueError(f"return_state must be False, True or 'mergeable', got {return_state!r}.")
     if state is not None and not isinstance(state, DeltaState):
@@ -47,7 +52,7 @@ def delta(
     x = prepare(q, k, v, log_f, a, b, None if state is None else state.matrix)
     refuse_forward_mode("delta", *x)
     with plain_precision(x.q):
-        o, last = evaluate(*x, by_token=True) if impl == "reference" else delta_op(*x)
+        o, last = _run(x, _chosen(x, impl))
         if not return_state:
             return o
         if return_state != "mergeable":
@@ -55,6 +60,23 @@ def delta(
         eye = torch.eye(x.q.shape[3], dtype=last.dtype, device=last.device).expand(*last.shape[:3], -1)
         nothing = x.v.new_zeros(()).expand(*x.v.shape[:4], x.q.shape[3])
         return o, DeltaState(last, delta_op(*x._replace(v=nothing, state=eye))[1])
+
+
+def _chosen(x: DeltaCall, impl: str) -> str:
+    """Return the form of a call. Raises ValueError if impl="triton" cannot run it."""
+    if impl != "triton":
+        return "torch" if impl == "auto" else impl
+    reason = fused.why_not(x) or fault(trial_of(x), x.q.device.index)
+    if reason is not None:
+        raise ValueError(f'impl="triton" cannot run here: {reason}; use impl="auto".')
+    return impl
+
+
+def _run(x: DeltaCall, form: str) -> tuple[Tensor, Tensor]:
+    """Return (o, last state) of a form."""
+    if form == "triton":
+        return fused.delta_walk(*x, needs_backward(*x))[:2]
+    return delta_op(*x) if form == "torch" else evaluate(x.q, x.k, x.v, x.log_f, x.a, x.b, x.state, by_token=True)
 
 
 NAMES = named(delta)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..blockmix.call import BlockCall
+from ..delta_rule.call import DeltaCall
 from ..sequences import Sequences
 from ..softmax.multipole.call import MultipoleCall
 from .autograd import are_fixed
@@ -25,6 +26,9 @@ def trial_of(call: Any) -> tuple | None:
     None for an operator without a check. Options are pairs of a keyword and its value, without numbers that are not
     compiled into kernels; for a name in `TENSORS` it is a shape, or whether there is such a tensor."""
     q, k, v = call.q, call.k, call.v
+    if isinstance(call, DeltaCall):
+        numbers = tuple(len(range(x)) for x in (q.shape[2], q.shape[3], v.shape[4], call.a.shape[3]))
+        return ("delta", q.dtype, numbers, (("channels", call.log_f.shape[3] > 1),))
     # ranges have constant lengths while dynamo traces dynamic shapes
     widths = tuple(len(range(x)) for x in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
     if isinstance(call, BlockCall):
@@ -64,13 +68,17 @@ def _causal(call: Any, widths: tuple[int, ...]) -> tuple:
     if call.gamma is not None:  # -1: no gradient
         heads = int(call.gamma.numel()) if call.gamma.requires_grad else -1
     streams = call.state is not None or bool(call.return_state)
-    options = (("causal", True), ("scale", 0.02), ("decay_heads", heads), ("streams", streams))
+    order = (("causal", o.causal), ("frame", N if o.frame else 0))
+    options = (*order, ("scale", 0.02), ("decay_heads", heads), ("streams", streams))
     return (call.op, call.q.dtype, widths, (*options, ("feature_map", o.feature_map), ("normalize", o.normalize)))
 
 
 def runs(form: tuple) -> Iterator[Run]:
     """Return the runs that check a form on the current CUDA device, one for each path of its operator."""
     op, dtype, widths, pairs = form
+    if op == "delta":
+        yield _delta_run(dtype, widths, dict(pairs)["channels"])
+        return
     for batch, n in sizes(form):
         yield _run(op, dtype, widths, dict(pairs), batch, n)
 
@@ -83,7 +91,7 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
         outer = options["prefix"] + options.get("suffix", 0)
         return [(2, outer + int(torch.tensor(options["grid"]).prod()))]
     if options.get("causal"):
-        return [(2, N), (1, 8 * N)]  # one segment, and several
+        return [(2, 2 * N if options["frame"] else N), (1, 8 * N)]  # one segment, and several
     from ..hla import fused
 
     spec, d = fused.Spec(op, **{name: x for name, x in pairs if name in fused.Spec._fields}).of_softmax(d)
@@ -94,6 +102,32 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
         seqs = Sequences(q if options["key_padding_mask"] or options["cu_seqlens"] else None, None, 0)
         found.setdefault(fused.path_of(q, v, spec, seqs), (batch, n))
     return list(found.values())
+
+
+def _delta_run(dtype: torch.dtype, sizes: tuple[int, ...], channels: bool) -> Run:
+    """Return the function that runs `delta` in two pieces, forward and backward."""
+    import hla_kernels
+
+    (h, d, dv, r), random = sizes, torch.Generator(DEVICE).manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(h, d), (h, d), (h, dv), (h, d) if channels else (h,), *((h, r, d),) * 2, (h, dv)]
+    q, k, v, f, a, b, grad = (torch.randn(2, N, *x, generator=random, device=DEVICE) for x in shapes)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    inputs = [*(x.to(dtype) for x in (q, k, v)), -f.abs(), *(x.to(dtype) for x in (a / d, b / d))]
+    for x in inputs:
+        x.requires_grad_()
+
+    def run(impl: str) -> list[Tensor]:
+        state, outputs = None, []
+        for piece in (slice(0, 100), slice(100, N)):
+            q, k, v, log_f, a, b = (x[:, piece] for x in inputs)
+            more = {"a": a, "b": b} if r else {}
+            y, state = hla_kernels.delta(q, k, v, log_f=log_f, state=state, return_state=True, impl=impl, **more)  # type: ignore[arg-type]
+            outputs.append(y)
+        y = torch.cat(outputs, 1)
+        used = inputs if r else inputs[:4]
+        return [y.detach(), *torch.autograd.grad(y, used, grad.to(y.dtype))]
+
+    return run
 
 
 def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str, Any], batch: int, n: int) -> Run:
@@ -135,8 +169,9 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
     def run(impl: str) -> list[Tensor]:
         f = getattr(hla_kernels, op)
         if of_tensors["streams"]:
-            y, state = f(*(x[:, :-50] for x in leaves), impl=impl, return_state=True, **options)
-            y = torch.cat([y, f(*(x[:, -50:] for x in leaves), impl=impl, state=state, **options)], 1)
+            cut = n - (options["frame"] or 50)
+            y, state = f(*(x[:, :cut] for x in leaves), impl=impl, return_state=True, **options)
+            y = torch.cat([y, f(*(x[:, cut:] for x in leaves), impl=impl, state=state, **options)], 1)
         else:
             y = f(*leaves, impl=impl, **options)
         return [y.detach(), *torch.autograd.grad(y, inputs, grad.to(y.dtype))]

@@ -223,7 +223,7 @@ def test_compiles_whole_and_passes_opcheck():
         ({"state": hk.DeltaState(torch.zeros(B, H, DV, D))}, r"matrix \[2, 3, 8, 5\]"),
         ({"state": torch.zeros(B, H, D, DV)}, "state must be a DeltaState"),
         ({"return_state": "all"}, "'mergeable'"),
-        ({"impl": "triton"}, "Unknown impl 'triton'"),
+        ({"impl": "triton"}, "cannot run here"),
         ({"log_g": None}, "did you mean 'log_f'"),
     ),
 )

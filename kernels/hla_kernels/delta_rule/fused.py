@@ -1,0 +1,164 @@
+"""Triton form of the delta rule for ranks 0 to 2 and one write per token, forward and backward.
+
+The adjoint of the recurrence is the recurrence in reversed time: with G_t the gradient of S_t,
+
+    G_t = (D_{t+1} - B_{t+1} A_{t+1}') G_{t+1} + q_t do_t'       dv_t = G_t' k_t      y_t = A_t' G_t
+
+so that one kernel (`walk`) serves both. What remains are products of states with rows of values, parallel over chunks:
+
+    dq_t = S_t do_t     dk_t = G_t v_t     dA_t = -G_t z_t'     dB_t = -S_{t-1} y_t'     z_t = B_t' S_{t-1}
+    dlog_f_t = dlog_f_{t+1} + q_t o dq_t + B_{t+1} o dB_{t+1} - A_t o dA_t - k_t o dk_t
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch.operator import custom_op
+from ..dispatch.recording import launch
+from .call import DeltaCall
+
+CHUNK = 16  # tokens
+LEAST = -10.0  # smallest log_f: stronger decays leave less than the rounding error of 16 bits
+BLOCK = 16  # channels of values per program
+TILE = 32  # channels of q, k, a and b per tile
+WIDEST = 128
+
+
+def why_not(x: DeltaCall) -> str | None:
+    """Return the reason why there is no Triton form of a call, or None."""
+    form, (d, dv) = "the Triton form of delta", (x.q.shape[3], x.v.shape[4])
+    if x.q.device.type != "cuda" or torch.version.hip:
+        return f"{form} runs on NVIDIA GPUs"
+    if x.q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{form} is for bfloat16 and float16, not {x.q.dtype}"
+    if x.a.shape[3] > 2 or x.k.shape[3] > 1:
+        return f"{form} has ranks up to 2 and one write per token, got {x.a.shape[3]} and {x.k.shape[3]}"
+    return f"{form} is for heads of at most {WIDEST} channels, got {d} and {dv}" if max(d, dv) > WIDEST else None
+
+
+def _walk(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, dtype: torch.dtype, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return o [B, N, H, Dv] in `dtype`, the last state, what tokens read and the states of chunks (empty without
+    `save`). k and v have no axis of writes."""
+    from .walk import walk
+
+    (n_batch, n, h, d), dv, r = q.shape, v.shape[3], a.shape[3]
+    found = _empty(q, v, a, dtype, save)
+    given = [x.contiguous() for x in (q, k, v, log_f.float(), a, b, state.float())]
+    with torch.cuda.device_of(q):
+        launch(
+            walk, (n_batch * h, -(-dv // BLOCK)), *given, *found, n, h, D=d, DV=dv,
+            BD=16 if d <= 16 else TILE, BV=BLOCK, FD=log_f.shape[3], R=r, RP=max(1, r), C=CHUNK,
+            LEAST=LEAST, SAVE=save, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return found
+
+
+def _empty(
+    q: Tensor, v: Tensor, a: Tensor, dtype: torch.dtype, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (n_batch, n, h, d), dv = q.shape, v.shape[-1]
+    reads = (n_batch, n, h, a.shape[3], dv) if save else (0,)
+    states = (n_batch, h, -(-n // CHUNK), d, dv) if save else (0,)
+    o = q.new_empty((n_batch, n, h, dv), dtype=dtype)
+    last, z, kept = (q.new_empty(x, dtype=torch.float32) for x in ((n_batch, h, d, dv), reads, states))
+    return o, last, z, kept
+
+
+@custom_op("delta_walk")
+def delta_walk(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return o [B, N, H, Dv], the last state [B, H, D, Dv], and with `save` what the backward needs. Arguments as in
+    `delta_op`, checked."""
+    return _walk(q, k[:, :, :, 0], v[:, :, :, 0], log_f, a, b, state, q.dtype, save)
+
+
+@delta_walk.register_fake
+def _(q, k, v, log_f, a, b, state, save):
+    return _empty(q, v, a, q.dtype, save)
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """[B, N, H, .., W] -> [B, H, c, C, .., W] in float32, padded with zeros."""
+    x = x.float().transpose(1, 2)
+    more = -x.shape[2] % CHUNK
+    return torch.cat([x, x.new_zeros((*x.shape[:2], more, *x.shape[3:]))], 2).unflatten(2, (-1, CHUNK))
+
+
+def _right(
+    states: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, z: Tensor, w: Tensor, strict: bool
+) -> Tensor:
+    """Return S_t w_t, or S_{t-1} w_t if strict, [B, N, H, m, D], for rows w [B, N, H, m, Dv]; states at the starts of
+    chunks."""
+    n, m = w.shape[1], w.shape[3]
+    f = _chunks(log_f).clamp(min=LEAST)
+    gi = f.cumsum(3)
+    g, middle = (gi - f if strict else gi).unsqueeze(4), gi[:, :, :, CHUNK // 2 - 1, None, None]
+    rows = _chunks(w).flatten(3, 4)
+    seen = torch.ones(CHUNK, CHUNK, device=w.device).tril(-1 if strict else 0).repeat_interleave(m, 0)
+    found = torch.zeros((), device=w.device)
+    for y, values, sign in ((k.unsqueeze(3), v.unsqueeze(3), 1.0), (a, z, -1.0)):
+        mask = sign * seen.repeat_interleave(y.shape[3], 1)
+        near = (_chunks(y) * (middle - gi.unsqueeze(4)).exp()).flatten(3, 4)
+        found = found + (rows @ _chunks(values).flatten(3, 4).mT * mask) @ near
+    found = found.unflatten(3, (CHUNK, m)) * (g - middle).exp()
+    found = found + (rows @ states.mT).unflatten(3, (CHUNK, m)) * g.exp()
+    return found.flatten(2, 3)[:, :, :n].transpose(1, 2)
+
+
+def _later(x: Tensor) -> Tensor:
+    """Shift tokens by one in reversed time: x_{t+1} at token t, zero at the last one."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x.flip(1)[:, :-1]], 1)
+
+
+@custom_op("delta_walk_backward")
+def delta_walk_backward(
+    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor,
+    state: Tensor, last: Tensor, z: Tensor, states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of the inputs of `delta_walk`, in their order."""
+    k1, v1 = k[:, :, :, 0], v[:, :, :, 0]
+    grad_state, back = grad_state.float(), (q.flip(1), grad.flip(1), _later(log_f), _later(b), _later(a))
+    dv, g_first, y, g_states = _walk(k1.flip(1), *back, grad_state, torch.float32, True)
+    y_first = torch.einsum("bhrd,bhdv->bhrv", a[:, 0].float(), g_first)
+    y = torch.cat([y[:, 1:], y_first[:, None]], 1).flip(1)  # what was read at token t belongs to t + 1
+    dq = _right(states, k1, v1, log_f, a, z, grad.unsqueeze(3), False)[:, :, :, 0]
+    db = -_right(states, k1, v1, log_f, a, z, y, True)
+    rows = torch.cat([v1.unsqueeze(3).float(), -z], 3).flip(1)
+    z_back = torch.cat([torch.zeros_like(y[:, :1]), y.flip(1)[:, :-1]], 1)
+    found = _right(g_states, back[0], back[1], back[2], back[3], z_back, rows, False).flip(1)
+    dk, da = found[:, :, :, 0], found[:, :, :, 1:]
+    change = q * dq - k1 * dk - (a * da).sum(3)
+    change[:, :-1] += (b * db).sum(3)[:, 1:]
+    change[:, -1] += (last * grad_state).sum(3)
+    d_log = change.double().flip(1).cumsum(1).flip(1)
+    d_log = d_log.sum(3, keepdim=True) if log_f.shape[3] == 1 else d_log
+    erased = torch.einsum("bhrd,bhrv->bhdv", b[:, 0].float(), y_first)
+    d_state = log_f[:, 0].float().exp().unsqueeze(3) * g_first - erased
+    of_inputs = (dq, dk.unsqueeze(3), dv.flip(1).unsqueeze(3), d_log, da, db, d_state)
+    inputs = (q, k, v, log_f, a, b, state)
+    grads = [x.to(t.dtype).contiguous() for x, t in zip(of_inputs, inputs, strict=True)]
+    return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5], grads[6]
+
+
+@delta_walk_backward.register_fake
+def _(grad, grad_state, q, k, v, log_f, a, b, state, *saved):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_f, a, b, state))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*inputs[:7], *output[1:])
+
+
+def _backward(ctx: Any, grad: Tensor, grad_state: Tensor, *_: Tensor) -> tuple:
+    return (*delta_walk_backward(grad, grad_state, *ctx.saved_tensors), None)
+
+
+delta_walk.register_autograd(_backward, setup_context=_setup_context)

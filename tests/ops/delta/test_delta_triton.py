@@ -1,0 +1,133 @@
+"""Triton form of the delta rule against the recurrence in float64: interpreted, compiled, and on a CUDA device."""
+
+import json
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import hla_kernels as hk
+from hla_kernels.delta_rule import fused
+from hla_kernels.delta_rule.call import prepare
+from hla_kernels.delta_rule.operator import evaluate
+from tests.ops.cases import l2_error
+from tests.ops.fused.cases import poison
+from tests.ops.fused.children import check_compiled, check_interpreted
+
+# n, D, Dv, rank, decay per channel, strength of the decay
+CASES = [(1, 16, 16, 1, False, 1), (37, 16, 24, 1, False, 2), (50, 16, 40, 2, True, 2), (37, 24, 16, 1, True, 9),
+         (33, 8, 8, 0, True, 1)]  # fmt: skip
+GPU_CASES = [(500, 64, 64, 2, True, 1), (1000, 128, 128, 1, False, 1), (333, 64, 128, 0, False, 2),
+             (200, 72, 40, 2, False, 1)]  # fmt: skip
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here")
+
+
+def setting(case, dtype, device):
+    """Inputs of `delta_op`, and gradients of its outputs; transitions shrink what they read, as in the family."""
+    n, d, dv, r, channels, strength = case
+    g = torch.Generator().manual_seed(n)
+    q, k, b = (torch.randn(2, n, 3, *x, d, generator=g) for x in ((), (1,), (r,)))
+    k, b = (torch.nn.functional.normalize(x, dim=-1) for x in (k, b))
+    v, grad = torch.randn(2, n, 3, 1, dv, generator=g), torch.randn(2, n, 3, dv, generator=g)
+    log_f = -strength * torch.rand(2, n, 3, d if channels else 1, generator=g)
+    state, grad_state = (torch.randn(2, 3, d, dv, generator=g) for _ in range(2))
+    a = (0.7 / max(r, 1)) * b + 0.05 * torch.randn(b.shape, generator=g)
+    tokens = [x.to(device, dtype) for x in (q, k, v)]
+    tokens += [log_f.to(device), a.to(device, dtype), b.to(device, dtype), state.to(device)]
+    return tokens, (grad.to(device, dtype), grad_state.to(device))
+
+
+def results(f, x, grads, dtype=None):
+    """Outputs and gradients of inputs that have elements."""
+    x = [t.detach().to(dtype or t.dtype).requires_grad_() for t in x]
+    o, last = f(*x)[:2]
+    loss = (o * grads[0].to(o)).sum() + (last * grads[1].to(last)).sum()
+    used = [t for t in x if t.numel()]
+    return [o.detach(), last.detach(), *torch.autograd.grad(loss, used)]
+
+
+def errors(case, dtype, device):
+    x, grads = setting(case, dtype, device)
+    found = results(lambda *y: fused.delta_walk(*y, True), x, grads)
+    truth = results(lambda *y: evaluate(*y, by_token=True), x, grads, torch.float64)
+    return [l2_error(a, b) for a, b in zip(found, truth, strict=True)], found
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_error_and_bits(monkeypatch, case):
+    with monkeypatch.context() as patch:
+        poison(patch)
+        found, first = errors(case, torch.bfloat16, "cuda")
+        _, second = errors(case, torch.bfloat16, "cuda")
+    assert max(found[:2]) <= 4e-3 and max(found) <= 1e-2, found
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_public_call():
+    """It passes its first-use check, and is near the torch form."""
+    x, _ = setting(GPU_CASES[0], torch.bfloat16, "cuda")
+    q, k, v, log_f, a, b, _ = x
+    given = {"log_f": log_f, "a": a, "b": b}
+    torch_form = hk.delta(q, k, v, **given, impl="torch")
+    assert l2_error(hk.delta(q, k, v, **given, impl="triton"), torch_form.double()) <= 6e-3
+
+
+@pytest.mark.kernels
+def test_interpreted():
+    """This file as a program, in float32; and torch.library.opcheck."""
+    pytest.importorskip("triton")
+    check_interpreted(__file__, "interpreted")
+
+
+@pytest.mark.kernels
+def test_few_spills_and_no_operand_in_registers(tmp_path):
+    pytest.importorskip("triton")
+    check_compiled(16, 4, tmp_path, __file__, ("compiled",))  # rank 2 spills 16 bytes
+
+
+def test_what_triton_does_not_have():
+    x = setting(CASES[1], torch.bfloat16, "cpu")[0]
+    q, k, v, log_f, a, b, state = x
+    log_f = log_f[:, :, :, 0]
+    why_not = lambda **more: fused.why_not(prepare(q, k, v, log_f, a, b, state)._replace(**more))  # noqa: E731
+    assert "NVIDIA" in why_not()
+    with pytest.raises(ValueError, match='impl="triton" cannot run here'):
+        hk.delta(q, k, v, log_f=log_f, a=a, b=b, impl="triton")
+    assert hk.delta(q, k, v, log_f=log_f, a=a, b=b).shape == v[:, :, :, 0].shape
+
+
+def interpreted() -> None:
+    from tests.ops.fused.children.quicker import interpret_quicker
+
+    interpret_quicker()
+    torch.cuda.device_of = lambda x: nullcontext()
+    for case in CASES:
+        with pytest.MonkeyPatch.context() as patch:
+            poison(patch)
+            found, _ = errors(case, torch.float32, "cpu")
+        assert max(found) <= 1e-5, (case, found)
+    x = [t.requires_grad_() for t in setting(CASES[1], torch.float32, "cpu")[0]]
+    torch.library.opcheck(torch.ops.hla_kernels.delta_walk, (*x, True))
+
+
+def compiled() -> None:
+    from hla_kernels.delta_rule import walk
+    from tests.ops.causal.offline import compiled_call
+    from tests.ops.fused.offline.gate import Recorder
+
+    torch.cuda.device_of = lambda x: nullcontext()  # what is compiled for is not here
+    walk.walk = Recorder(walk.walk)
+    for d, r, channels in ((64, 0, False), (64, 1, False), (64, 2, True), (128, 2, True)):
+        x = [t.to("meta") for t in setting((64, d, d, r, channels, 1), torch.bfloat16, "cpu")[0]]
+        fused.delta_walk.function(*x, True)
+    for fn, args, kwargs in Recorder.calls:
+        print(json.dumps(compiled_call(fn, args, kwargs, set())[1]), flush=True)
+
+
+if __name__ == "__main__":
+    {"interpreted": interpreted, "compiled": compiled}[sys.argv[1]](*sys.argv[2:])
