@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zoo.mixers.base import EPS, LinearMixer
+from zoo.mixers.base import EPS
 from zoo.mixers.context import LayerSpec
-from zoo.mixers.moments import apply_matrix, mean_product, real_features
+from zoo.mixers.moments import MomentMixer, apply_matrix, product, real_features
 from zoo.mixers.options import MixerOptions, is_number
 
 
@@ -32,7 +32,7 @@ class MesaOptions(MixerOptions):
         super().__post_init__()
 
 
-class Mesa(LinearMixer):
+class Mesa(MomentMixer):
     """Two-sided mesa layer o_t = q_t (K'K + lambda I)^-1 K'V with features q, k (MesaNet, arXiv 2506.05233, Eq. 6).
 
     `hla2` multiplies by K'K; the mesa layer divides by it, so that directions shared by many keys do not dominate.
@@ -62,7 +62,8 @@ class Mesa(LinearMixer):
             q, k, v, count = real_features("identity", mask, *tensors[2:])
         else:
             q, k, v, count = real_features(self._inner_map, mask, *self.split_qkv(*tensors))
-        keys, pairs = mean_product(k, k, count), mean_product(k, v, count)
+        count = self.total_count(count, k)
+        keys, pairs = (self.total(product(k, t)) / count for t in (k, v))
         energy = keys.diagonal(dim1=-2, dim2=-1).mean(-1)  # [B, Hk]
         limit = -0.5 * math.log(torch.finfo(energy.dtype).eps)
         ridge = self.log_ridge.to(energy.dtype).clamp(-limit, limit).exp() * energy + EPS

@@ -2,21 +2,43 @@
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hla_kernels.features import feature
+from hla_kernels.hla.streaming.sharded import add_ranks
+from zoo.mixers.base import LinearMixer
 
 
-def mean_product(a: Tensor, b: Tensor, count: float | Tensor) -> Tensor:
-    """Compute Sum_t a_t b_t' / count in at least float32: a [B, N, H, D], b [B, N, H, E] -> [B, H, D, E].
+class MomentMixer(LinearMixer):
+    """Mixer whose tokens interact in sums only, which context parallelism adds over the devices."""
 
-    count: number of tokens, or a tensor [B, 1, 1, 1]. The number of heads of one tensor may be a multiple of the other;
-    shared heads are repeated.
+    sums_tokens = True
+    group: ProcessGroup | None = None
+
+    def share(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return a sum over the tokens of this device, added over all devices that share the tokens."""
+        return x if self.group is None else add_ranks(x, self.group)
+
+    def total_count(self, count: int | Tensor, like: Tensor) -> int | Tensor:
+        """Return the number of tokens on all these devices; at least 1 where a mask counts them."""
+        if self.group is not None:
+            count = self.total(torch.as_tensor(count, device=like.device, dtype=torch.float32))
+        return count.clamp(min=1) if isinstance(count, Tensor) else count
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Compute Sum_t a_t b_t' in at least float32: a [B, N, H, D], b [B, N, H, E] -> [B, H, D, E].
+
+    The number of heads of one tensor may be a multiple of the other; shared heads are repeated.
     """
     dtype = torch.promote_types(a.dtype, torch.float32)
     heads = max(a.shape[2], b.shape[2])
     a, b = (t.to(dtype).repeat_interleave(heads // t.shape[2], dim=2) for t in (a, b))
     with torch.autocast(a.device.type, enabled=False):
-        return torch.einsum("bnhd,bnhe->bhde", a, b) / count
+        return torch.einsum("bnhd,bnhe->bhde", a, b)
 
 
 def apply_matrix(q: Tensor, matrix: Tensor) -> Tensor:
@@ -27,10 +49,10 @@ def apply_matrix(q: Tensor, matrix: Tensor) -> Tensor:
 
 def real_features(
     feature_map: str, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
     """Return (phi q, phi k, v, count): features set to zero outside the mask [B, N], and the number of real tokens."""
     q, k = feature(q, feature_map), feature(k, feature_map)
     if mask is None:
         return q, k, v, q.shape[1]
     valid = mask[:, :, None, None]
-    return q.where(valid, 0), k.where(valid, 0), v.where(valid, 0), valid.sum(1, keepdim=True).clamp(min=1)
+    return q.where(valid, 0), k.where(valid, 0), v.where(valid, 0), valid.sum(1, keepdim=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zoo.mixers.base import EPS, LinearMixer
+from zoo.mixers.base import EPS
 from zoo.mixers.context import LayerSpec
-from zoo.mixers.moments import apply_matrix, mean_product, real_features
+from zoo.mixers.moments import MomentMixer, apply_matrix, product, real_features
 from zoo.mixers.options import TwoSidedRatioOptions, is_number
 
 LARGEST_SHARE = 1 - 2**-10  # upper bound of the learned c: the matrix is singular at c = 1
@@ -28,7 +28,7 @@ class ResolventOptions(TwoSidedRatioOptions):
         super().__post_init__()
 
 
-class Resolvent(LinearMixer):
+class Resolvent(MomentMixer):
     """Resolvent (1 - c) sum_p c^(p - 1) A^p V = (1 - c) q (I - c K'q)^-1 K'V of the normalised `la` weights A.
 
     c in (0, 1) is learned per head; c = 0 is `la`. q are the query features divided by the sum of their weights, so
@@ -57,11 +57,12 @@ class Resolvent(LinearMixer):
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         q, k, v, count = real_features(self._inner_map, mask, *self.split_qkv(*tensors))
-        sums = k.sum(1, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32)) / count
+        count = self.total_count(count, k)
+        sums = self.total(k.sum(1, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32))) / count
         sums = sums.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # [B, 1, H, D]
         q = q / ((q * sums).sum(-1, keepdim=True) + EPS)  # in float32: rounded weights could sum to more than 1 / c
         c = self.share_logit.to(sums.dtype).sigmoid().clamp(max=LARGEST_SHARE)[:, None, None]
-        steps = mean_product(k, q, count)  # [B, H, D, D]
-        pairs = mean_product(k, v, count).repeat_interleave(q.shape[2] // v.shape[2], dim=1)
+        steps = self.total(product(k, q)) / count  # [B, H, D, D]
+        pairs = (self.total(product(k, v)) / count).repeat_interleave(q.shape[2] // v.shape[2], dim=1)
         eye = torch.eye(steps.shape[-1], device=steps.device, dtype=steps.dtype)
         return apply_matrix(q.to(v.dtype), torch.linalg.solve_ex(eye - c * steps, (1 - c) * pairs)[0])

@@ -22,7 +22,7 @@ OPERATORS = {
     "polynomial": {"center": "k", "mean_path": True},
 }
 MODELS = {  # name: mixer and options; first every mixer as it is by default
-    **{mixer: (mixer, {}) for mixer in ("la", "ahla", "hla2", "hla3", "poly", "mala", "softmax")},
+    **{mixer: (mixer, {}) for mixer in ("la", "ahla", "hla2", "hla3", "poly", "mala", "mesa", "softmax")},
     "some softmax": ("ahla", {"keep_softmax": [1], "post_norm": True, "gate": True}),
     "hedgehog": ("hla2", {"feature_map": "hedgehog"}),
     "centred": ("hla3", {"feature_map": "identity", "normalize": False, "center": "qk", "mean_path": True}),
@@ -141,7 +141,7 @@ def test_what_is_not_exact_is_refused(name, options, config, message):
         converted(name, "ahla", **options).enable_parallelism(config=config)
 
 
-@pytest.mark.parametrize("mixer", ["rala", "mesa", "taylor2"])
+@pytest.mark.parametrize("mixer", ["rala", "taylor2"])
 def test_mixers_that_sum_over_tokens_themselves_are_refused(mixer):
     with pytest.raises(ValueError, match=f"the mixer '{mixer}' of .* reads the tokens of other devices itself"):
         converted("wan", mixer).enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))

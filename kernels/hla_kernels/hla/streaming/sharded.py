@@ -37,6 +37,11 @@ class _AddRanks(torch.autograd.Function):
         return total, None
 
 
+def add_ranks(x: Tensor, group: Any) -> Tensor:
+    """Return the sum of x [...] over the ranks of `group`, on all ranks. Its gradient is summed over them too."""
+    return _AddRanks.apply(x, group)
+
+
 def sharded(
     op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, coefficients: Tensor | None = None, **options: Any
 ) -> Tensor:
@@ -91,6 +96,6 @@ def _evaluate(call: Any, group: Any) -> Tensor:
 def _total(sums: dict[str, Tensor], n: int, group: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Add the sums and the number of tokens of all ranks in one all-reduce."""
     parts = [*sums.values(), next(iter(sums.values())).new_full((1,), n)]
-    flat = _AddRanks.apply(torch.cat([x.flatten() for x in parts]), group)
+    flat = add_ranks(torch.cat([x.flatten() for x in parts]), group)
     *totals, count = flat.split([x.numel() for x in parts])
     return {name: x.view(sums[name].shape) for name, x in zip(sums, totals, strict=True)}, count[0]
