@@ -41,7 +41,7 @@ def test_opcheck_two_sided(op):
 def test_opcheck_causal(op):
     x = [t.requires_grad_() for t in tokens(11, d=4, dv=4, dtype=torch.float32)]
     gamma = torch.full((1, 2, 1, 1, 1), 0.9, requires_grad=True)
-    torch.library.opcheck(OPS.causal, (*x, gamma, op, "elu1", True, None, False, "cascade", 0.0, None, 1e-6, 1))
+    torch.library.opcheck(OPS.causal, (*x, gamma, op, "elu1", True, None, False, "cascade", 0.0, None, 1e-6, 0))
     torch.library.opcheck(OPS.causal, (*x, None, op, None, False, "k", True, "cascade", 0.0, 0.1, 1e-6, 1))
 
 
