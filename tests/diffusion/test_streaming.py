@@ -141,7 +141,7 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=words):
             converted("wan", "la", causal="frame", **options)
-    with pytest.raises(ValueError, match="causal must be True or False"):
+    with pytest.raises(ValueError, match="causal must be True, False or 'frame'"):
         converted("wan", "la", causal="frames")
     with pytest.raises(ValueError, match="no causal='frame'"):
         converted("wan", "mhla", causal="frame", blocks=[3, 1, 1])

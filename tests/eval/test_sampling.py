@@ -160,6 +160,7 @@ def test_png_folder_holds_the_same_images_and_a_card(tmp_path):
     assert rows[0] == "file_name,label" and [int(r.split(",")[1]) for r in rows[1:]] == arrays["arr_1"].tolist()
     one, other = (json.loads((tmp_path / f"samples{end}.json").read_text()) for end in ("", ".npz"))
     assert one == other and one["sampling"]["scheduler"] == "FlowMatchEulerDiscreteScheduler"
+    assert not {"density", "stream"} & one["sampling"].keys()  # which outputs of earlier versions do not have
     assert one["sampling"]["guided_channels"] == "the first 3 of 3" and len(one["sampling"]["sha256"]) == 64
     assert not (tmp_path / "samples.npz.parts").exists()
 

@@ -75,9 +75,9 @@ def run_sampling(settings: SampleSettings, command: str) -> int:
     sampler = open_sampler(options, options.device or state.device)
     if sampler.fps:
         output = Mp4Folder(settings.out, sampler.fps)
-    chosen = {k: v for k, v in asdict(options).items() if k not in (*IRRELEVANT_KEYS, "model", "base", "transformer_2")}
-    if not options.density:  # outputs of earlier versions do not have the key
-        del chosen["density"]
+    left_out = {*IRRELEVANT_KEYS, "model", "base", "transformer_2"}
+    left_out |= {key for key in ("density", "stream") if not getattr(options, key)}  # earlier outputs have no such keys
+    chosen = {k: v for k, v in asdict(options).items() if k not in left_out}
     more = {"model": options.model, "count": options.count, "command": command}
     metadata = {"sampling": chosen | sampler.metadata(), **more}
     output.check(metadata)

@@ -109,11 +109,11 @@ class MixerOptions(LocalOptions):
     def __post_init__(self) -> None:
         if self.causal and self.two_sided:
             raise ValueError(f"this mixer is two-sided only; causal=True is for {', '.join(_causal_mixers())}")
-        for name in ("normalize", "mean_path", "post_norm", "gate", "causal", "gains"):
-            if name == "causal" and self.causal == "frame":
-                continue
+        for name in ("normalize", "mean_path", "post_norm", "gate", "gains"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.causal != "frame" and not isinstance(self.causal, bool):
+            raise ValueError(f"causal must be True, False or 'frame', got {self.causal!r}")
         super().__post_init__()
         if not is_number(self.ridge) or self.ridge < 0:
             raise ValueError(f"ridge must be a number of at least 0, got {self.ridge!r}")
@@ -136,7 +136,6 @@ class MixerOptions(LocalOptions):
             raise ValueError("causal without normalize grows with the position: set post_norm=True or a decay")
         if self.causal and self.gains:
             raise ValueError("gains adds the mean value of all tokens, which causal=True must not see")
-
         if self.causal == "frame" and (self.depthwise or self.lepe or self.cpe or self.scan != "forward"):
             raise ValueError("causal='frame' excludes depthwise, lepe, cpe and scan='both', which read later frames")
 
