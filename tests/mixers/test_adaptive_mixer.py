@@ -34,9 +34,9 @@ def test_all_tiles_are_softmax(grid):
     ("options", "sentence"),
     [
         ({"select": "eror"}, "error"), ({"select": "error", "radius": 3}, "select='near'"), ({"density": 0.5}, "mass"),
-        ({"select": "mean", "density": [0.5, 2]}, "density must be"), ({"select": "mean", "density": []}, "layer 0"),
+        ({"select": "mean", "density": [0.5, 2]}, "density must be"), ({"select": "mean", "density": []}, "0 values"),
         ({"select": "mean", "k_tile": 12}, "power of two"), ({"select": "mean", "far": "nothing"}, "far"),
-        ({"select": "mean", "branch": "softmax"}, "branch"), ({"branch": "la"}, "select='error'"),
+        ({"select": "mean", "branch": "mhla"}, "branch"), ({"branch": "la"}, "select='error'"),
     ],
 )  # fmt: skip
 def test_options_that_are_refused(options, sentence):
@@ -82,8 +82,9 @@ def test_a_density_per_layer_is_saved(tmp_path):
     zoo.convert(model := copy.deepcopy(softmax), "multipole", **ADAPTIVE, density=[1.0, 0.1])
     zoo.save(model, tmp_path / "saved")
     assert torch.equal(zoo.load(tmp_path / "saved").eval()(x), found[1])
-    with pytest.raises(ValueError, match="lists 1 values, but the model has an attention layer 1"):
-        zoo.convert(copy.deepcopy(softmax), "multipole", **ADAPTIVE, density=[0.5])
+    for density in ([0.5], [0.5] * 3):
+        with pytest.raises(ValueError, match=f"lists {len(density)} values for 2 attention layers"):
+            zoo.convert(copy.deepcopy(softmax), "multipole", **ADAPTIVE, density=density)
 
 
 def test_explain_says_the_density():
@@ -94,7 +95,7 @@ def test_explain_says_the_density():
     assert hla_kernels.explain("softmax_attention", q, q, q).density is None
 
 
-@pytest.mark.parametrize(("branch", "far"), [("la", "none"), ("ahla", "first"), ("mhla", "none")])
+@pytest.mark.parametrize(("branch", "far"), [("la", "none"), ("ahla", "first")])
 def test_a_linear_branch_is_added(branch, far):
     """Nothing at initialisation; then the gain times the mixer alone, with a gradient for the gain from the start."""
     torch.manual_seed(0)

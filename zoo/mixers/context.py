@@ -26,7 +26,7 @@ class LayerSpec(NamedTuple):
     scale: factor on the scores q.k; None: head_dim ** -0.5.
     grid: token grid of the model's default input size; None if unknown.
     prefix: number of tokens before the grid (class, register).
-    layer_index: number of the attention layer in its model, from 0.
+    layer_index: number of the attention layer in its model, from 0. num_layers: number of them; None if unknown.
     attn_drop, fused: dropout rate of the attention matrix; whether the layer uses torch's fused attention.
     device, dtype: device and dtype of the layer's weights.
     """
@@ -39,6 +39,7 @@ class LayerSpec(NamedTuple):
     grid: Grid | None = None
     prefix: int = 0
     layer_index: int = 0
+    num_layers: int | None = None
     attn_drop: float = 0.0
     fused: bool = True
     device: torch.device | str | None = None

@@ -13,7 +13,7 @@ from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.options import MixerConfig
 from zoo.mixers.protocol import Mixer
 
-BRANCHES = ("la", "ahla", "hla2", "hla3", "mhla")
+BRANCHES = ("la", "ahla", "hla2", "hla3")
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,14 @@ class MultipoleOptions(BlockedOptions):
                     f"{f.name} is an option of {other}, got select={self.select!r} with {f.name}={value!r}"
                 )
 
-    def density_of(self, layer: int) -> float:
-        """Return the density of an attention layer. Raises ValueError if the list has no value for it."""
+    def density_of(self, layer: LayerSpec) -> float:
+        """Return the density of an attention layer. Raises ValueError unless a list has one value per layer."""
         if not isinstance(self.density, tuple):
             return self.density
-        if layer >= len(self.density):
-            raise ValueError(f"density lists {len(self.density)} values, but the model has an attention layer {layer}")
-        return self.density[layer]
+        values, layers = len(self.density), layer.num_layers or max(len(self.density), layer.layer_index + 1)
+        if values != layers:
+            raise ValueError(f"density lists {values} values for {layers} attention layers: give one per layer")
+        return self.density[layer.layer_index]
 
     @property
     def follows_grid(self) -> bool:
@@ -113,21 +114,22 @@ class Multipole(BlockedMixer):
 
     def __init__(self, layer: LayerSpec, options: MultipoleOptions) -> None:
         super().__init__(layer, options)
-        self.density = options.density_of(layer.layer_index)  # `zoo.diffusion.density` changes it between steps
+        self.density = options.density_of(layer)  # `zoo.diffusion.density` changes it between steps
         self.branch: Mixer | None = None
         if options.branch:
-            self.branch = MixerConfig.parse(options.branch, {"grid_dims": options.grid_dims}).build(layer)
+            self.branch = MixerConfig.parse(options.branch, {}).build(layer)
             self.branch_gain = nn.Parameter(torch.empty(layer.num_heads, layer.head_dim, **layer.placement))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if getattr(self, "branch", None) is not None:
+        if self.branch is not None:
             nn.init.zeros_(self.branch_gain)
 
     @property
     def takes_text(self) -> bool:
-        return self.options.select != "near" and self.gate is None  # a gate has the hidden states of the image only
+        alone = self.gate is None and self.norm is None  # a gate reads, and a norm would change, the image tokens only
+        return self.options.select != "near" and alone
 
     @property
     def layout(self) -> str:

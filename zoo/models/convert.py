@@ -185,7 +185,8 @@ def _plan(
     for index, (name, attn) in enumerate(found.items()):
         old, inherited = backbone.current_mixer(model, attn), _count(attn)
         if name in chosen:
-            mixer = configs[chosen[name]].build(backbone.layer_spec(model, attn)._replace(layer_index=index))
+            spec = backbone.layer_spec(model, attn)._replace(layer_index=index, num_layers=len(found))
+            mixer = configs[chosen[name]].build(spec)
             backbone.check_options(model, attn, mixer.config)
             swaps.append(Swap(attn, mixer))
             added = sum(p.numel() for p in mixer.parameters())

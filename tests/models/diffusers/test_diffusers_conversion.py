@@ -52,6 +52,24 @@ def test_tiles_chosen_by_error_approach_softmax(name):
     assert not [n for n, p in model.named_parameters() if p.grad is None and ".to_" in n]
 
 
+@pytest.mark.parametrize("options", [{"post_norm": True}, {"gate": True}], ids=str)
+@torch.no_grad()
+def test_norm_and_gate_leave_text_as_it_is(options):
+    """They are of image tokens: text queries have the output of softmax."""
+    wanted, found = [], []
+    for outputs, mixer, given in (
+        (wanted, "softmax", {}),
+        (found, "multipole", {"select": "error", "density": 1.0, **options}),
+    ):
+        site = sites(converted("sd3", mixer, **given))[0]
+        site.grid = (4, 4)
+        shapes = [(2, n, site.mixer.num_heads, site.mixer.head_dim) for n in (16, 5)]
+        image, text = ([noise(*shape, seed=i) for i in range(3)] for shape in shapes)
+        outputs += site.joint(tuple(image), tuple(text), image[0].flatten(2), text_first=False)
+    torch.testing.assert_close(found[1], wanted[1])
+    assert not torch.allclose(found[0], wanted[0])
+
+
 def test_norms_of_wan_are_those_of_the_host_beside_softmax():
     """Beside another mixer the same weights are normalised by `TokenRMSNorm`, to the same values."""
     model = host("wan")
