@@ -2,8 +2,8 @@
 
 import json
 import os
-import pkgutil
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +18,9 @@ def load_real_labels(file: str | None = None) -> list[list[int]]:
     file: a JSON list of lists; None for the file that comes with timm. Raises ValueError for a file that is missing or
     holds something else.
     """
-    if file is None:
-        raw = pkgutil.get_data("timm.data", REAL_LABELS)
-        assert raw is not None
-        return json.loads(raw)
+    place = Path(file) if file else files("timm.data") / REAL_LABELS
     try:
-        labels = json.loads(Path(file).read_text())
+        labels = json.loads(place.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"the ReaL labels {file} cannot be read: {error}") from error
     if not (isinstance(labels, list) and all(isinstance(row, list) for row in labels)):
