@@ -118,7 +118,7 @@ class LinearMixer(Mixer):
         if self.options.causal == "frame":
             assert ctx.grid is not None
             if ctx.prefix or ctx.suffix:
-                raise ValueError(f"the mixer {self.name!r} with causal='frame' mixes frames only, not text tokens")
+                raise ValueError(f"the mixer {self.name!r} with causal='frame' has no class or text tokens")
             self.frame = math.prod(ctx.grid[1:])
         if ctx.key_padding_mask is not None and self.options.causal:
             raise ValueError(f"the mixer {self.name!r} with causal=True cannot honour a padding mask: pad at the end")

@@ -27,7 +27,7 @@ from . import traced_as_constant
 from .faults import TESTED, TRITON_VERSION, Fault, capability, untested
 
 SWITCH = "HLA_KERNELS_VERIFY"
-SHIPPED = {("3.6", "12.8", TESTED)}  # Triton, its ptxas, compute capability: all tests marked gpu passed
+SHIPPED = {("3.6", "12.8", TESTED)}  # Triton, its ptxas, compute capability: docs/measurements.md says which tests ran
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # relative L2 error against the torch form
 VERDICTS: dict[tuple, Fault | None] = {}
 CHECKING = threading.local()
@@ -69,7 +69,7 @@ def package() -> str:
 
 @traced_as_constant
 def is_shipped(index: int | None) -> bool:
-    """Whether the GPU tests passed on this machine. True without a GPU, where only fake tensors are on CUDA."""
+    """Whether the GPU tests ran on this machine. True without a GPU, where only fake tensors are on CUDA."""
     if not torch.cuda.is_available():
         return True
     _, compute, triton, ptxas = machine(index)
