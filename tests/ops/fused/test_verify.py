@@ -220,6 +220,16 @@ def test_the_trial_of_a_form_is_finite(monkeypatch, name, feature_map):
             assert (x.double() - y.double()).norm() <= 2e-2 * y.double().norm()
 
 
+def test_the_trial_of_a_stream_decodes_a_token(monkeypatch):
+    """A single token has a kernel of its own, which no call with a backward runs."""
+    monkeypatch.setattr(trial, "DEVICE", "cpu")
+    options = {"causal": True, "frame": 0, "scale": 0.02, "decay_heads": 2, "streams": True, "normalize": False}
+    whole, token, *_ = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), dict(options), 1, 60)("torch")
+    assert token.shape == (1, 1, 2, 8)
+    torch.testing.assert_close(token, whole[:, 10:11], rtol=2e-2, atol=1e-2)
+    assert len(trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), {**options, "streams": False}, 1, 60)("torch")) == 5
+
+
 def test_dynamic_shapes_have_constant_forms():
     """While torch.compile traces, widths are symbols."""
     seen = []
