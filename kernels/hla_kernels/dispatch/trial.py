@@ -11,6 +11,7 @@ from torch import Tensor
 from ..blockmix.call import BlockCall
 from ..delta_rule.call import DeltaCall
 from ..sequences import Sequences
+from ..softmax.adaptive.call import AdaptiveCall
 from ..softmax.multipole.call import MultipoleCall
 from .autograd import are_fixed
 from .verify import Run
@@ -44,6 +45,11 @@ def trial_of(call: Any) -> tuple | None:
         outer = (("prefix", int(field.prefix)), ("suffix", int(field.suffix)))
         options = (*_grid(field.layout), *outer, ("radius", field.radius), ("degree", call.degree))
         return ("multipole", q.dtype, widths, (*options, ("q_scale", widths[2] ** -0.5)))
+    if isinstance(call, AdaptiveCall):  # nearest tiles: others depend on rounding, and torch may choose others
+        edge = (("prefix", min(1, call.field.prefix)), ("suffix", min(1, call.field.suffix)))
+        options = (("grid", (24, 24)), *edge, ("select", "near"), ("density", 0.3), ("k_tile", call.field.k_tile))
+        more = (("far", call.far), ("q_scale", widths[2] ** -0.5), ("key_padding_mask", call.mask is not None))
+        return ("adaptive_multipole", q.dtype, widths, (*options, *more))
     if not hasattr(call, "coefficients"):
         return None
     return _causal(call, widths) if call.options.causal else _two_sided(call, widths)

@@ -51,7 +51,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(verify, "machine", lambda index: MACHINE)
     for place in (verify, faults):
         monkeypatch.setattr(place, "capability", lambda index: MACHINE.capability)
-    monkeypatch.setattr(op, "is_shipped", lambda index: False)
+    monkeypatch.setattr(op, "is_shipped", lambda index, changed: False)
     monkeypatch.setattr(op, "why_not_triton", lambda call: None)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -177,6 +177,8 @@ def calls_of_all_operators():
     yield op.prepare_blocks(q, k, k, mixing, **grid, order="ahla", rotary=turn, token_mask=mask)
     yield op.prepare_blocks(q, q, q, torch.rand(3, 3), grid=(11,), blocks=(2,), prefix=1)
     yield op.PREPARE["multipole"](q, k, k, **grid, degree=2)
+    adaptive = op.PREPARE["adaptive_multipole"]
+    yield adaptive(q, k, k, grid=(2, 5), prefix=2, k_tile=4, far="variance", key_padding_mask=mask)
 
 
 @pytest.mark.parametrize("checked", [*calls_of_all_operators()], ids=lambda c: type(c).__name__)
@@ -203,7 +205,7 @@ def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):
     ):  # fmt: skip
         machine = verify.Machine("a GPU", capability, triton, ptxas)
         monkeypatch.setattr(verify, "machine", lambda index, machine=machine: machine)
-        assert verify.is_shipped(0) == known
+        assert verify.is_shipped(0, False) == known and not verify.is_shipped(0, True)
 
 
 @pytest.mark.parametrize("feature_map", (None, "relu", "elu1"))

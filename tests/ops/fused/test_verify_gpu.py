@@ -26,7 +26,7 @@ def empty(monkeypatch, tmp_path):
     monkeypatch.delenv(verify.SWITCH, raising=False)
     monkeypatch.setattr(verify, "VERDICTS", {})
     monkeypatch.setattr(faults, "WARNED", set())
-    monkeypatch.setattr(op, "is_shipped", lambda index: False)
+    monkeypatch.setattr(op, "is_shipped", lambda index, changed: False)
 
 
 def tokens(dtype, d, n=197):
@@ -50,6 +50,7 @@ def test_other_operators_pass():
         op.prepare_blocks(*x, torch.rand(4, 4, device="cuda"), **grid),
         op.prepare_blocks(*x, torch.rand(4, 4, 4, device="cuda"), **grid, order="hla2", normalize=False),
         op.PREPARE["multipole"](*x, **grid),
+        op.PREPARE["adaptive_multipole"](*x, grid=(8, 8)),
     ):
         assert op.why_not_triton(call) is None and op.unverified(call) is None, type(call)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....dispatch.faults import Fault
 from ....sequences import real
 from ..call import AdaptiveCall
 from .operator import adaptive_op
@@ -21,13 +20,11 @@ from .operator import adaptive_op
 WIDEST = 128
 HEADS = 2**16  # limit of the second axis of a launch grid
 TILES = 2**14  # maximum number of key tiles of the grid, since one program selects from their scores
-WRONG = Fault("cuDNN was faster on an H200 with Triton 3.6, and dq less exact than in the other Triton forms")
 Q_TILES, K_TILES = (64,), (4, 8, 16, 32, 64)
 
 
-def why_not(call: AdaptiveCall) -> str:
-    """Return the reason why `auto` does not use the Triton form: the call is not supported, or else `WRONG`. `evaluate`
-    does not check it."""
+def why_not(call: AdaptiveCall) -> str | None:
+    """Return the reason why the Triton form does not support a call, or None; `evaluate` does not check it."""
     q, v, field, form = call.q, call.v, call.field, "the Triton form of adaptive_multipole"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{form} is for bfloat16 and float16, not {q.dtype}"
@@ -41,7 +38,7 @@ def why_not(call: AdaptiveCall) -> str:
         return f"{form} is for fewer than {HEADS} heads of a batch, got {q.shape[0] * q.shape[2]}"
     if field.n_key_tiles > TILES:
         return f"{form} is for at most {TILES} key tiles, got {field.n_key_tiles}"
-    return WRONG
+    return None
 
 
 def evaluate(call: AdaptiveCall) -> Tensor:

@@ -81,12 +81,6 @@ class Call:
         sizes = (s.chosen[0].numel(), s.list[0].numel() * self.field.k_tile)
         return (*own, *(per_head * n for n in sizes), per_head)
 
-    def splits(self, size: int) -> tuple[int, int, int]:
-        """Return the number of parts that the tiles of `size` are summed in, of all their slots, and of each part's."""
-        slots = self.sizes[1 if size == self.field.q_tile else 2] * size
-        parts = max(1, min(-(-slots // (8 * ROWS)), PROGRAMS // (self.b * self.hk)))
-        return parts, slots, -(-slots // (parts * ROWS)) * ROWS
-
 
 def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple((x.stride(0), x.stride(1), x.stride(2)) for x in tensors)
@@ -99,16 +93,15 @@ def _some(x: Tensor) -> Tensor | None:
 def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> None:
     """Compute o and the tensors saved for the backward."""
     x, p = tables(c.field, c.mask, c.device), c.plan
-    at, (parts, slots, each), sums = c.steps(x, s), c.splits(c.field.k_tile), None
-    if c.first:
-        sums = torch.empty((parts, *s.moment.shape), dtype=torch.float32, device=c.device)
+    at = c.steps(x, s)
+    exact = torch.empty_like(s.mean, dtype=torch.float32) if c.first else None
     launch(
-        pool, (parts, c.b * c.hk),
-        k, v, x.keys, s.mean, _some(s.half), s.value, sums, *_strides(k, v), at[1], (slots, each), c.hk,
-        W=c.field.k_tile, BN=ROWS, **c.wide, **p.sums,
+        pool, (c.sizes[2], c.b * c.hk),
+        k, v, x.keys, s.mean, exact, _some(s.half), s.value, *_strides(k, v), at[1], c.hk, W=c.field.k_tile, **c.wide,
+        num_warps=p.pooling,
     )  # fmt: skip
-    if sums is not None:
-        torch.div(sums.sum(0), x.tiles.view(-1, 1, 1, 1), out=s.moment)
+    if exact is not None:
+        torch.div(_sums(c, v, k, x.keys, at[1], exact, None), x.tiles.view(-1, 1, 1, 1), out=s.moment)
     squared = _choose(c, q, x, s, at)
     launch(
         output, (c.n_tiles[0], c.b * c.h),
@@ -163,6 +156,23 @@ def _choose(c: Call, q: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> Ten
     return squared
 
 
+def _sums(c: Call, x: Tensor, y: Tensor, table: Tensor, at: int, exact: Tensor | None, weight: Tensor | None) -> Tensor:
+    """Return the sum of x y' over the tokens of the grid, float32 [B, Hk, D, D]; arguments as in `pool.outer_sum`."""
+    n, u, t, *_ = c.sizes
+    tile, slots = c.field.k_tile, t * c.field.k_tile
+    if exact is None:
+        slots = u * c.field.q_tile
+    parts = max(1, min(-(-slots // (8 * ROWS)), PROGRAMS // (c.b * c.hk)))
+    each, width = -(-slots // (parts * ROWS)) * ROWS, x.shape[3]
+    found = torch.empty((parts, c.b, c.hk, width, width), dtype=torch.float32, device=c.device)
+    launch(
+        outer_sum, (parts, c.b * c.hk),
+        x, y, table, exact, weight, found, *_strides(x, y), at, (slots, each, n), c.hk, x.shape[2] // c.hk, W=tile,
+        BN=ROWS, **c.wide, **c.plan.sums,
+    )  # fmt: skip
+    return found.sum(0)
+
+
 def backward(
     c: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
@@ -188,14 +198,7 @@ def backward(
     )  # fmt: skip
     dmoment = None
     if c.first:
-        parts, slots, each = c.splits(c.field.q_tile)
-        sums = torch.empty((parts, *s.moment.shape), dtype=torch.float32, device=c.device)
-        launch(
-            outer_sum, (parts, c.b * c.hk),
-            q, grad, x.queries, s.far, sums, *_strides(q, grad), at[0], (slots, each, c.sizes[0]), c.hk, c.groups,
-            BN=ROWS, **c.wide, **p.sums,
-        )  # fmt: skip
-        dmoment = (sums.sum(0) * c.scale).to(q.dtype)
+        dmoment = (_sums(c, q, grad, x.queries, at[0], None, s.far) * c.scale).to(q.dtype)
     size = p.for_keys["BK"] // c.field.k_tile
     groups, heads = -(-t // size), s.chosen.shape[0]
     readers = torch.empty((heads, groups, u), dtype=torch.int32, device=c.device)

@@ -12,8 +12,8 @@ from ..layout import Field, distances, tokens_of
 from ..routing import PART
 
 ROWS = 64  # tokens, or pooled queries, per step or program of the other passes
-KEYS = 32  # keys per program of `for_keys`, unless key tiles are larger
-PROGRAMS = 528  # four per multiprocessor of an H200
+KEYS = 16  # keys per program of `for_keys`, unless key tiles are larger
+PROGRAMS = 264  # two per multiprocessor of an H200
 LEAST = 16  # minimum size of an axis in a product
 
 
@@ -34,8 +34,13 @@ class Plan(NamedTuple):
         return self.width <= 64
 
     @property
+    def pooling(self) -> int:
+        """Warps of `pool`."""
+        return max(1, self.field.k_tile * self.width // 1024)
+
+    @property
     def sums(self) -> dict[str, int]:
-        """Launch options of pooling, scores and D x D sums."""
+        """Launch options of scores and D x D sums."""
         return {"num_warps": 4 if self.small else 8, "num_stages": 2}
 
     @property
@@ -47,19 +52,19 @@ class Plan(NamedTuple):
     @property
     def for_queries(self) -> dict[str, int]:
         """Launch options of `for_queries`, as of `output`."""
-        return {**self.output, "num_warps": 4 if self.small else 8}
+        return self.output if self.small else {"BM": 64, "BJ": 64, **self.sums}
 
     @property
     def for_tiles(self) -> dict[str, int]:
         """Launch options of `for_tiles`; BM far tiles per program."""
-        return {"BM": 32, "num_warps": 4, "num_stages": 3 if self.small else 2}
+        wide = self.width == 64  # 32 channels spill, and more need the room
+        return {"BM": 64 if wide else 32, "num_warps": 4, "num_stages": 2 if wide else 3}
 
     @property
     def for_keys(self) -> dict[str, int]:
         """Launch options of `for_keys`; BK slots per program."""
         keys = max(KEYS, self.field.k_tile)
-        wide = self.width * keys > 4096
-        return {"BK": keys, "num_warps": 8 if wide else 4, "num_stages": 2 if wide else 3}
+        return {"BK": keys, "num_warps": 8 if self.width * keys > 4096 else 4, "num_stages": 3 if keys == KEYS else 2}
 
     @property
     def sizes(self) -> tuple[int, ...]:

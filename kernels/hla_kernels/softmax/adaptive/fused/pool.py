@@ -3,46 +3,34 @@
 import triton
 import triton.language as tl
 
-from ...rows import store
+from ...rows import load, store
 from .tiles import FREE, added, get, head_of, put, squares, tile_sums
 
 
 @triton.jit(do_not_specialize=FREE)
 def pool(
-    K, V, TOKENS, MEAN, HALF, VALUE, OUT, ks, vs, at, sizes, heads,
-    W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    K, V, TOKENS, MEAN, EXACT, HALF, VALUE, ks, vs, at, heads,
+    W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute MEAN, HALF (half the variance) and VALUE [B Hk, T, D] of a part of the tiles, with zeros for tiles
-    without tokens; and OUT [parts, B Hk, D, D], the sum of v (k - mean)' over the tokens of the part.
-
-    HALF and OUT may be None. at: batch stride of TOKENS. sizes: number of slots, slots per part.
-    """
-    part, bh = tl.program_id(0), tl.program_id(1)
+    """Compute MEAN (EXACT: in float32), HALF (half the variance) and VALUE [B Hk, T, D] of each tile; zeros for a tile
+    without tokens. EXACT and HALF may be None. at: batch stride of TOKENS."""
+    tile, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    TOKENS += b.to(tl.int64) * at
-    KH, VH = head_of(K, ks, b, h), head_of(V, vs, b, h)
-    own = bh.to(tl.int64) * (sizes[0] // W) * D
-    acc, d = tl.zeros([DP, DP], tl.float32), tl.arange(0, DP)
-    last = tl.minimum((part + 1) * sizes[1], sizes[0])
-    for start in range(part * sizes[1], last, BN):
-        e = start + tl.arange(0, BN)
-        row = tl.load(TOKENS + e, e < last, other=-1)
-        there = row >= 0
-        k, v = get(KH, row, ks, there, D, DP).to(tl.float32), get(VH, row, vs, there, D, DP)
-        n = tl.maximum(tl.sum(tl.reshape(there.to(tl.float32), [BN // W, W]), 1), 1.0)[:, None]
-        mean = tile_sums(k, W) / n
-        wide = tl.broadcast_to(mean[:, None, :], [BN // W, W, DP])
-        rest = tl.where(there[:, None], k - tl.reshape(wide, [BN, DP]), 0.0)
-        tile = start // W + tl.arange(0, BN // W)
-        inside = tile < last // W
-        store(MEAN + own, tile, D, inside, mean, D, DP)
-        store(VALUE + own, tile, D, inside, tile_sums(v.to(tl.float32), W) / n, D, DP)
-        if HALF is not None:
-            store(HALF + own, tile, D, inside, 0.5 * tile_sums(rest * rest, W) / n, D, DP)
-        if OUT is not None:
-            acc = added(acc, v, rest)
-    if OUT is not None:
-        store(OUT + (part.to(tl.int64) * tl.num_programs(1) + bh) * D * D, d, D, d < D, acc, D, DP)
+    row = tl.load(TOKENS + b.to(tl.int64) * at + tile * W + tl.arange(0, W))
+    there = row >= 0
+    n = tl.maximum(tl.sum(there.to(tl.float32), 0), 1.0)
+    d = tl.arange(0, DP)
+    place = (bh.to(tl.int64) * tl.num_programs(0) + tile) * D + d
+    k = get(head_of(K, ks, b, h), row, ks, there, D, DP).to(tl.float32)
+    mean = tl.sum(k, 0) / n
+    tl.store(MEAN + place, mean.to(MEAN.dtype.element_ty), d < D)
+    if EXACT is not None:
+        tl.store(EXACT + place, mean, d < D)
+    if HALF is not None:
+        rest = tl.where(there[:, None], k - mean[None, :], 0.0)
+        tl.store(HALF + place, (0.5 * tl.sum(rest * rest, 0) / n).to(HALF.dtype.element_ty), d < D)
+    v = get(head_of(V, vs, b, h), row, vs, there, D, DP).to(tl.float32)
+    tl.store(VALUE + place, (tl.sum(v, 0) / n).to(VALUE.dtype.element_ty), d < D)
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -70,11 +58,14 @@ def pool_queries(
 
 @triton.jit(do_not_specialize=FREE)
 def outer_sum(
-    X, Y, TOKENS, WEIGHT, OUT, xs, ys, at, sizes, heads, groups, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    X, Y, TOKENS, EXACT, WEIGHT, OUT, xs, ys, at, sizes, heads, groups,
+    W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sum x y' times WEIGHT [B, H, N] over a part of the tokens of the grid into OUT [parts, B Hk, D, D].
+    """Sum x y' over a part of the tokens of the grid into OUT [parts, B Hk, D, D].
 
-    X and Y have `groups` heads for each of the `heads` of OUT. sizes: number of slots, slots per part, tokens.
+    y is centred by the mean of its tile of W slots (EXACT [B Hk, T, D], not rounded: all values of a tile would add up
+    its error), or multiplied by WEIGHT [B, H, N]. X and Y have `groups` heads for each of the `heads` of OUT. sizes:
+    number of slots, slots per part, tokens.
     """
     part, bh = tl.program_id(0), tl.program_id(1)
     b, h = bh // heads, bh % heads
@@ -88,7 +79,11 @@ def outer_sum(
             row = tl.load(TOKENS + e, e < sizes[0], other=-1)
             there = row >= 0
             x, y = get(XH, row, xs, there, D, DP), get(YH, row, ys, there, D, DP).to(tl.float32)
-            weight = tl.load(WEIGHT + (b * heads * groups + head).to(tl.int64) * sizes[2] + row, there, other=0.0)
-            acc = added(acc, x, y * weight[:, None])
+            if EXACT is not None:
+                y -= load(EXACT + bh.to(tl.int64) * (sizes[0] // W) * D, e // W, D, there, D, DP)
+            else:
+                weight = WEIGHT + (b * heads * groups + head).to(tl.int64) * sizes[2] + row
+                y *= tl.load(weight, there, other=0.0)[:, None]
+            acc = added(acc, x, y)
     d = tl.arange(0, DP)
     store(OUT + (part.to(tl.int64) * tl.num_programs(1) + bh) * D * D, d, D, d < D, acc, D, DP)
