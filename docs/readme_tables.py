@@ -228,7 +228,7 @@ RENDER = {
     "denoisers-h100": diffusion,
     "experiments-h100": report.models,
     "dit-cifar10": diffusion,
-    "fidelity": fidelity,
+    "fidelity-h200": fidelity,
     "adaptive-kernels-h200": adaptive_kernels,
     "kernels-h200": report.main_kernels,
     "kernels-h200-short": report.two_sided,

@@ -169,9 +169,12 @@ def percent(right: Tensor) -> float:
 def draw(result: dict[str, Any], file: Path) -> None:
     """Draw the divergence over the density, one panel per number of tokens and key tile, averaged over seeds."""
     panels: dict[tuple[int, int], dict[tuple[str, str], dict[float, list[float]]]] = {}
+    places = list(dict.fromkeys((row["tokens"], row["k_tile"]) for row in result["rows"] if row["select"] != "near"))
     for row in result["rows"]:
-        lines = panels.setdefault((row["tokens"], row["k_tile"]), {})
-        lines.setdefault((row["select"], row["far"]), {}).setdefault(row["density"], []).append(row["kl"])
+        own = (row["tokens"], row["k_tile"])
+        for place in [own] if row["select"] != "near" else [p for p in places if p[0] == row["tokens"]] or [own]:
+            lines = panels.setdefault(place, {})
+            lines.setdefault((row["select"], row["far"]), {}).setdefault(row["density"], []).append(row["kl"])
     figure, axes = pyplot().subplots(1, len(panels), figsize=(4 * len(panels), 3.6), sharey=True, squeeze=False)
     for one, ((tokens, k_tile), lines) in zip(axes[0], sorted(panels.items()), strict=True):
         for (select, far), points in lines.items():
@@ -179,7 +182,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
             color = COLORS[1 + SELECTS.index(select)]
             one.plot(x, y, LINES[far], color=color, marker="o", markersize=3, label=f"{select}, {far}")
         one.set(xscale="log", yscale="log", xlabel="density", title=f"{tokens} tokens, key tiles of {k_tile}")
-        one.set_xticks(sorted({x for points in lines.values() for x in points}), minor=False)
+        ticks = {x for (select, _), points in lines.items() for x in points if select != "near"}
+        one.set_xticks(sorted(ticks or {x for points in lines.values() for x in points}), minor=False)
         one.xaxis.set_major_formatter(lambda x, _: f"1/{1 / x:g}")
         one.minorticks_off()
         plain_axes(one)
