@@ -65,7 +65,7 @@ BLOCKS = (
     ({"order": "hla2", "feature_map": "elu1"}, (12, 13), (2, 1), 0, (1, 2, 40, 48), BF16, {"mask": True}),
 )
 # case, degree, channels
-MULTIPOLES = (("uneven", 2, 64), ("video", 1, 72), ("far line", 0, 64), ("far video", 0, 72))
+MULTIPOLES = (("uneven", 2, 64), ("video", 1, 72), ("far line", 0, 64), ("far line", 1, 72), ("far video", 1, 64))
 
 # channels, those of half a head if they are rotated
 NORMS = ((100, 0), (120, 20))

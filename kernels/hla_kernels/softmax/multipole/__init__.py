@@ -22,8 +22,8 @@ Two equivalent orders of products; D = Dv, M blocks, V tokens of a block and its
                fixed M except for V >= N / M; cheaper from about N = 500 on at D = 64 with 4 x 4 blocks, radius 2,
                degree 1
 The order with fewer multiplications runs, in `torch_form` and in `fused`, the Triton form in bfloat16 and float16 that
-never stores the weights. The Triton form goes by blocks only with degree 0 (`fused.plan.pools`); where it would read
-all keys of more than 16,384 tokens, `auto` uses the torch form (`forms`).
+never stores the weights. The Triton form goes by blocks only with degree 0 and 1 (`fused.plan.pools`); where it would
+read all keys of more than 32,768 tokens, `auto` uses the torch form (`forms`).
 
 Reading order: reference, layout, heads, by_tokens, by_blocks, torch_form, fused, forms.
 """

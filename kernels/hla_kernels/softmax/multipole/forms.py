@@ -9,7 +9,7 @@ from .reference import definition
 from .torch_form import evaluate, linear
 
 FORMS = {"reference": definition, "torch": evaluate, "triton": fused.evaluate}
-MANY = 16384  # tokens from which torch by blocks is assumed to be faster than Triton reading all keys (an estimate)
+MANY = 32768  # tokens above which torch by blocks is assumed to be faster than Triton reading all keys (an estimate)
 
 __all__ = ["FORMS", "slower", "why_not"]
 

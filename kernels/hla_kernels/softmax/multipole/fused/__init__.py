@@ -2,11 +2,11 @@
 
 A tile of queries is a box of the grid. Blocks that intersect its neighbourhood are read key by key, with two products
 for the scores with keys and with mean keys, a third for the rounding error of mean keys (not with degree 0), and one
-for values. Every other block is pooled: it is read as one key, its mean, weighted by the number of its tokens. The cost
-is linear in N for a fixed number of blocks. With degree 1 and 2, or where it is cheaper (`plan.pools`), all keys are
-read one by one.
+for values. Every other block is pooled: it is read as one key, its mean, weighted by the number of its tokens, and with
+degree 1 also through its D x D moment. The cost is linear in N for a fixed number of blocks. With degree 2, or where it
+is cheaper (`plan.pools`), all keys are read one by one.
 
-Reading order: geometry, tiles, forward, backward, plan, launch, operator. The first call imports Triton.
+Reading order: geometry, tiles, forward, moments, backward, plan, launch, operator. The first call imports Triton.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from .geometry import (
     tile_of,
     touched,
 )
+from .moments import add_moment_queries
 from .tiles import anchored, factors, keys, weights_of
 
 FREE = [*FREE, "gs", "dqs", "dks", "dvs", "splits"]
@@ -30,7 +31,7 @@ FREE = [*FREE, "gs", "dqs", "dks", "dvs", "splits"]
 
 @triton.jit(do_not_specialize=FREE)
 def for_queries(
-    Q, K, V, A, LOW, E, COUNT, O, REST, G, TOP, DELTA, DQ, qs, ks, vs, os, gs, dqs, grid, blocks, outer, radius,
+    Q, K, V, A, LOW, E, P, COUNT, O, REST, G, TOP, DELTA, DQ, qs, ks, vs, os, gs, dqs, grid, blocks, outer, radius,
     heads, factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
     PY: tl.constexpr, PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -45,6 +46,8 @@ def for_queries(
     A += bh.to(tl.int64) * total * D
     E += bh.to(tl.int64) * total * D
     LOW += bh.to(tl.int64) * total * D
+    if P is not None:
+        P += bh.to(tl.int64) * total * D * D
     at_row = bh.to(tl.int64) * (n_grid + outer[0] + outer[1]) + row
     q = load(of_head(Q, qs, b, h), row, qs[1], inside, D, DP)
     g = load(of_head(G, gs, b, h), row, gs[1], inside, D, DP)
@@ -74,6 +77,8 @@ def for_queries(
             u = u * (products(g, load(E, m, D, there, D, DP)) - delta[:, None]) * scale
             dq = weighted(dq, u, mean)
             dq = weighted(dq, u, load(LOW, m, D, there, D, DP))
+        if P is not None:
+            dq = add_moment_queries(dq, q, g, top, A, LOW, P, near, blocks, on_grid, factor, scale, D, DP)
     store(of_head(DQ, dqs, b, h), row, dqs[1], inside, dq, D, DP)
 
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ...rows import load, of_head, products, store, weighted
 from .geometry import block_box, in_box, inverses, reads
+from .moments import add_moments
 from .tiles import anchored, factors, keys, weights_of
 
 FREE = ["ks", "vs", "qs", "os", "grid", "blocks", "outer", "radius", "heads", "factor", "scale"]
@@ -48,7 +49,7 @@ def online(top, z, o, exponent, f, v):
 
 @triton.jit(do_not_specialize=FREE)
 def output(
-    Q, K, V, A, LOW, E, COUNT, O, REST, TOP, qs, ks, vs, os, grid, blocks, outer, radius, heads, factor, scale,
+    Q, K, V, A, LOW, E, P, COUNT, O, REST, TOP, qs, ks, vs, os, grid, blocks, outer, radius, heads, factor, scale,
     DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr,
     PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -63,6 +64,8 @@ def output(
     A += bh.to(tl.int64) * total * D
     E += bh.to(tl.int64) * total * D
     LOW += bh.to(tl.int64) * total * D
+    if P is not None:
+        P += bh.to(tl.int64) * total * D * D
     q = load(of_head(Q, qs, b, h), row, qs[1], inside, D, DP)
     top = tl.full([PT * PY * PX], -float("inf"), tl.float32)
     z = tl.zeros([PT * PY * PX], tl.float32)
@@ -82,6 +85,8 @@ def output(
             there, count = weights_of(COUNT, near, m, blocks)
             _, a = anchored(q, A, LOW, m, there, True, D, DP)
             top, z, o = online(top, z, o, a * factor + count[None, :], 1.0, load(E, m, D, there, D, DP))
+        if P is not None:
+            o = add_moments(o, q, top, A, LOW, P, near, blocks, on_grid, factor, scale, D, DP)
     o = o / z[:, None]
     store(of_head(O, os, b, h), row, os[1], inside, o, D, DP)
     store(of_head(REST, os, b, h), row, os[1], inside, o - o.to(O.dtype.element_ty).to(tl.float32), D, DP)

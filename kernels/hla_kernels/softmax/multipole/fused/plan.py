@@ -37,10 +37,18 @@ class Pass(NamedTuple):
     for_queries: Tiles
     for_blocks: Tiles
     for_keys: Tiles
+    for_moments: Tiles
+    of_moments: Tiles
 
 
-NARROW = Pass(Tiles(64, 64, 64, 4), Tiles(64, 64, 64, 4), Tiles(32, 0, 64, 4), Tiles(64, 32, 0, 4))
-WIDE = Pass(Tiles(64, 64, 64, 8), Tiles(64, 32, 32, 8), Tiles(32, 0, 64, 8), Tiles(64, 32, 0, 8))
+NARROW = Pass(
+    Tiles(64, 64, 64, 4), Tiles(64, 64, 64, 4), Tiles(32, 0, 64, 4), Tiles(64, 32, 0, 4), Tiles(32, 0, 1, 4),
+    Tiles(0, 32, 1, 4),
+)  # fmt: skip
+WIDE = Pass(
+    Tiles(64, 64, 64, 8), Tiles(64, 32, 32, 8), Tiles(32, 0, 64, 8), Tiles(64, 32, 0, 8), Tiles(32, 0, 1, 8),
+    Tiles(0, 32, 1, 8),
+)  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -64,6 +72,11 @@ class Plan(NamedTuple):
     def n_blocks(self) -> int:
         """M, the number of blocks."""
         return math.prod(self.blocks)
+
+    @property
+    def moments(self) -> bool:
+        """Whether pooled blocks have moments."""
+        return self.degree == 1 and not self.whole
 
     def count(self, tokens: int) -> int:
         """Return the number of patches of all tokens; patches on the grid come first."""
@@ -126,7 +139,7 @@ def _plan(grid: Sizes, blocks: Sizes, outer: int, radius: int, degree: int, chan
 
 
 def pools(plan: Plan) -> bool:
-    """Whether to pool far blocks: with degree 0, if that reduces the products of the forward by more than a margin."""
-    n = math.prod(plan.grid)
-    products = 3 * plan.pairs(plan.tiles.output.patch) + 3 * plan.n_blocks * n
-    return plan.degree == 0 and MARGIN * products < 3 * (n + plan.outer) ** 2
+    """Whether to pool far blocks: if that reduces the products of the forward by more than a margin."""
+    n, each = math.prod(plan.grid), 3 + plan.degree * plan.channels
+    products = 3 * plan.pairs(plan.tiles.output.patch) + each * plan.n_blocks * n
+    return plan.degree < 2 and MARGIN * products < 3 * (n + plan.outer) ** 2
