@@ -178,20 +178,21 @@ def two_kernels(result: dict) -> str:
 
 
 def fidelity(result: dict) -> str:
-    """One line per number of tokens and key tile: KL and top-1 at each density, means over seeds."""
+    """One line per number of tokens and options: KL and top-1 at each density, means over seeds."""
     lines = []
     rounded = [row | {"round": 2 ** round(math.log2(row["density"]))} for row in result["rows"]]
-    groups = grouped_by(rounded, "tokens", "select", "k_tile")
+    groups = grouped_by(rounded, "tokens", "select", "far", "q_tile", "k_tile")
     densities = sorted({row["round"] for rows in groups.values() for row in rows})
-    for (tokens, select, k_tile), rows in sorted(groups.items()):
-        cells = [str(tokens), select, "-" if select == "near" else str(k_tile)]
+    for (tokens, select, *options), rows in sorted(groups.items()):
+        cells = [str(tokens), select, *("-" if select == "near" else str(x) for x in options)]
         for density in densities:
             some = [row for row in rows if row["round"] == density]
             kl, top1 = ([row[key] for row in some] for key in ("kl", "top1"))
             cells.append(f"{statistics.mean(kl):.3f}, {statistics.mean(top1):.1f}" if some else "-")
         softmax = statistics.mean(row["softmax_top1"] for row in rows)
         lines.append(f"| {' | '.join([*cells, f'{softmax:.1f}', str(len({row['seed'] for row in rows}))])} |")
-    head = ["tokens", "select", "k_tile", *(f"1/{1 / x:g}: KL, top-1" for x in densities), "softmax's top-1", "seeds"]
+    head = ["tokens", "select", "far", "q_tile", "k_tile", *(f"1/{1 / x:g}: KL, top-1" for x in densities)]
+    head += ["softmax's top-1", "seeds"]
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
 
 

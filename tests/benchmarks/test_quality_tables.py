@@ -29,6 +29,15 @@ def cells(text, which):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def test_fidelity_of_different_approximations_is_not_averaged():
+    shared = {"tokens": 64, "select": "error", "q_tile": 64, "k_tile": 16, "density": 0.25, "softmax_top1": 70.0}
+    rows = [{**shared, "far": far, "seed": s, "kl": kl, "top1": 60.0} for far, s, kl in
+            (("first", 0, 0.1), ("first", 1, 0.3), ("none", 0, 0.9))]  # fmt: skip
+    text = TABLES["fidelity"]({"rows": rows})
+    assert cells(text, "first")[2:] == ["first", "64", "16", "0.200, 60.0", "70.0", "2"]
+    assert cells(text, "none")[2:] == ["none", "64", "16", "0.900, 60.0", "70.0", "1"]
+
+
 def test_mixers_are_compared_with_the_softmax_of_their_seed_and_depthwise_options():
     rows = [row("softmax", "scratch", 0, 60.0), row("softmax", "scratch", 1, 64.0), row("la", "scratch", 0, 58.0)]
     rows += [row("softmax", "scratch", 0, 70.0, depthwise="v"), row("ahla", "scratch", 0, 71.0, depthwise="v")]

@@ -36,7 +36,7 @@ class FidelitySettings:
 
     models: run folders or .safetensors files of softmax classifiers with a token grid
     selects: error, mass, mean, near (tokens within a distance, with the radius closest to the density, and degree 0)
-    fars: first, variance, mean
+    fars: first, variance, mean, none
     q_tiles: tokens per query tile
     k_tiles: tokens per key tile
     densities: fractions of exact key tiles

@@ -30,7 +30,8 @@ class MultipoleOptions(BlockedOptions):
     k_tile: maximum number of tokens of a key tile, a power of two
     far: approximation of the other tokens, "mean", "variance", "first" or "none" (`hla_kernels.adaptive_multipole`)
     branch: linear mixer of all tokens, such as "la" or "ahla", whose output is added times a learned gain per channel,
-        zero at initialisation: with far="none" the form of sparse-linear attention (SLA, arXiv 2509.24006); "" for none
+        zero at initialisation; "" for none. With far="none" this is close to sparse-linear attention (SLA, arXiv
+        2509.24006), whose linear part reads the tokens of middling weight only and is projected
     radius: tokens within this distance along every axis of the grid are near, and exact
     degree: degree of the expansion of the other tokens around the mean key of their block, 0, 1 or 2
     """

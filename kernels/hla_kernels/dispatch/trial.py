@@ -177,7 +177,7 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
         if of_tensors["streams"]:
             cut = n - (options["frame"] or 50)
             y, state = f(*(x[:, :cut] for x in leaves), impl=impl, return_state=True, **options)
-            if not options["frame"]:  # a single token has a kernel of its own, without a backward
+            if not options["frame"]:  # another kernel computes a single token, without a backward
                 token = [x[:, cut : cut + 1] for x in leaves]
                 with torch.no_grad():
                     one = [f(*token, impl=impl, state=state, return_state=True, **options)[0]]

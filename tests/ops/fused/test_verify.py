@@ -223,7 +223,7 @@ def test_the_trial_of_a_form_is_finite(monkeypatch, name, feature_map):
 
 
 def test_the_trial_of_a_stream_decodes_a_token(monkeypatch):
-    """A single token has a kernel of its own, which no call with a backward runs."""
+    """Another kernel computes a single token, which no call with a backward runs."""
     monkeypatch.setattr(trial, "DEVICE", "cpu")
     options = {"causal": True, "frame": 0, "scale": 0.02, "decay_heads": 2, "streams": True, "normalize": False}
     whole, token, *_ = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), dict(options), 1, 60)("torch")
