@@ -44,6 +44,22 @@ def test_predicted_times_are_near_the_measured_ones_and_meet_where_they_say():
     assert cost_model.predict_times("taylor2", {"width": 16}, 1, 1, 64, 64).mixer_us is None  # which is not measured
 
 
+def test_predicted_times_of_adaptive_multipole():
+    """Close to what was measured; faster than softmax from the break-even point on, and softmax with density 1."""
+    for row in cost_model.measured_table(cost_model.ADAPTIVE)["rows"]:
+        b, h, n, d = row["sizes"]
+        options = {name: row[name] for name in ("select", "density", "k_tile")}
+        assert 0.75 < cost_model.predict_times("multipole", options, b, h, n, d).mixer_us / row["forward_us"] < 1.25
+    options = {"select": "error", "k_tile": 32}
+    even = cost_model.predict_times("multipole", options, 1, 1, 64, 64).break_even
+    found = [cost_model.predict_times("multipole", options, 1, 1, n, 64) for n in (even, even - 1)]
+    assert 1000 < even < 4000 and [x.mixer_us <= x.softmax_us for x in found] == [True, False]
+    same = cost_model.predict_times("multipole", {**options, "density": 1.0}, 1, 1, 999, 64)
+    assert same.mixer_us == same.softmax_us
+    assert cost_model.predict_times("multipole", {**options, "density": [0.5, 0.1]}, 1, 1, 999, 64).mixer_us is None
+    assert cost_model.predict_times("multipole", {}, 1, 1, 999, 64).mixer_us is None  # not measured
+
+
 @pytest.mark.parametrize("kind", ["vit", "dit"])
 def test_sensitivity_is_that_of_a_model_with_one_converted_layer(kind):
     teacher, student, batches = pair(kind, "la")

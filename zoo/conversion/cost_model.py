@@ -1,8 +1,9 @@
 """Cost model of attention layers at any number of tokens, from measured operator times.
 
 The table `docs/results/kernels-h200.json`, shipped with the package, holds times at a few shapes. Linear operators cost
-c per element of [B, N, H, D]; softmax and `taylor2` cost a + b N per element. The coefficients are fitted by relative
-least squares.
+c per element of [B, N, H, D]; softmax and `taylor2` cost a + b N per element. Adaptive multipole
+(`adaptive-kernels-h200.json`) costs a + b x, x = (6 / k_tile + 2 density) N the number of its multiplications. The
+coefficients are fitted by relative least squares.
 """
 
 import json
@@ -13,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zoo.mixers import MIXERS
+from zoo.mixers import MIXERS, MixerConfig
 
-FILE = "kernels-h200.json"
-PLACES = (Path(__file__).parents[1] / FILE, Path(__file__).parents[2] / "docs" / "results" / FILE)
+FILE, ADAPTIVE = "kernels-h200.json", "adaptive-kernels-h200.json"
+PLACES = (Path(__file__).parents[1], Path(__file__).parents[2] / "docs" / "results")
 OPERATORS = {  # mixer -> operator in the table
     "la": "linear_attention", "ahla": "ahla", "hla2": "hla2", "hla3": "hla3", "poly": "polynomial",
     "inline": "linear_attention",
@@ -36,12 +37,12 @@ class Prediction(NamedTuple):
 
 
 @cache
-def measured_table() -> dict[str, Any]:
-    """Read the measured table. Raises ValueError if the file is missing."""
+def measured_table(name: str = FILE) -> dict[str, Any]:
+    """Read a measured table. Raises ValueError if the file is missing."""
     for place in PLACES:
-        if place.is_file():
-            return json.loads(place.read_text())
-    raise ValueError(f"there is no table of measured times, {FILE}: reinstall the package or run from a checkout")
+        if (place / name).is_file():
+            return json.loads((place / name).read_text())
+    raise ValueError(f"there is no table of measured times, {name}: reinstall the package or run from a checkout")
 
 
 def predict_times(mixer: str, options: dict[str, Any], batch: int, heads: int, tokens: int, width: int) -> Prediction:
@@ -54,12 +55,40 @@ def predict_times(mixer: str, options: dict[str, Any], batch: int, heads: int, t
     if mixer == "taylor2":
         own = None if options.get("width") else quadratic_cost("taylor2")
         return Prediction(soft, None if own is None else size * (own[0] + own[1] * tokens), None)
+    if mixer == "multipole" and options.get("select", "near") != "near":
+        return _adaptive(MixerConfig.parse(mixer, options).options, size, soft, softmax, tokens)
     if mixer not in OPERATORS:
         return Prediction(soft, None, None)
     cost = linear_cost(mixer, bool(options.get("normalize", getattr(MIXERS[mixer].defaults, "normalize", False))))
     if cost is None:
         return Prediction(soft, None, None)
     return Prediction(soft, size * cost, max(1, math.ceil((cost - a) / b)))
+
+
+def _adaptive(options: Any, size: float, soft: float, softmax: tuple[float, float], tokens: int) -> Prediction:
+    """Predict adaptive multipole; unknown for densities per layer."""
+    if isinstance(options.density, tuple):
+        return Prediction(soft, None, None)
+    if options.density == 1:
+        return Prediction(soft, soft, 1)
+    a, b = adaptive_cost()
+    slope = b * multiplications(options.k_tile, options.density)
+    gain = softmax[1] - slope
+    break_even = max(1, math.ceil((a - softmax[0]) / gain)) if gain > 0 else None
+    return Prediction(soft, size * (a + slope * tokens), break_even)
+
+
+def multiplications(k_tile: int, density: float) -> float:
+    """Return the multiplications of adaptive multipole per element and token."""
+    return 6 / k_tile + 2 * density
+
+
+@cache
+def adaptive_cost() -> tuple[float, float]:
+    """Fit (a, b) in ns of time = B H N D (a + b x), x the multiplications per element."""
+    rows = measured_table(ADAPTIVE)["rows"]
+    each = [multiplications(row["k_tile"], row["density"]) * row["sizes"][2] for row in rows]
+    return _fitted(each, [row["forward_us"] * NS_PER_US / math.prod(row["sizes"]) for row in rows])
 
 
 @cache
@@ -74,11 +103,14 @@ def quadratic_cost(op: str) -> tuple[float, float] | None:
         best[shape] = min(row["us"], best.get(shape, float("inf")))
     if not best:
         return None
-    points = np.array([[shape[2], us * NS_PER_US / np.prod([float(s) for s in shape])] for shape, us in best.items()])
-    tokens, cost = points.T
-    weights = 1 / cost  # relative errors
-    design = np.stack([weights, tokens * weights], 1)
-    (a, b), *_ = np.linalg.lstsq(design, np.ones_like(cost), rcond=None)
+    return _fitted([shape[2] for shape in best], [us * NS_PER_US / math.prod(shape) for shape, us in best.items()])
+
+
+def _fitted(x: list[float], cost: list[float]) -> tuple[float, float]:
+    """Fit (a, b) of cost = a + b x by relative least squares."""
+    weights = 1 / np.array(cost)  # relative errors
+    design = np.stack([weights, np.array(x) * weights], 1)
+    (a, b), *_ = np.linalg.lstsq(design, np.ones_like(weights), rcond=None)
     return max(float(a), 0.0), float(b)
 
 
