@@ -204,8 +204,8 @@ class HLADiffusionModel(PeftAdapterMixin, Host):
 
         Raises ValueError for weights of mixers that the model does not have, which diffusers would leave out."""
         found = _mixer_weights(files) if state_dict is None else state_dict
-        known = model.state_dict()
-        if unknown := [name for name in found if ".mixer." in name and name not in known]:
+        known = {*model.state_dict(), *dict(model.named_modules())}  # quantised weights have other names in a module
+        if unknown := [n for n in found if ".mixer." in n and not known & {n, n.rpartition(".")[0]}]:
             raise ValueError(f"the weights {unknown[0]} and {len(unknown) - 1} more have no mixer in {cls.__name__}")
         with temporary_tags(model, {name: x for name, x in found.items() if name.endswith(".mixer.tag")}):
             return super()._load_pretrained_model(model, state_dict, files, *args, **kwargs)
