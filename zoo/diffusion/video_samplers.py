@@ -100,7 +100,7 @@ class VideoSampler(TextSampler):
     Video i has the prompt i % n and the first frame i % m, for n prompts and m first frames.
 
     images: folder of first frames, for image-to-video pipelines only.  frames, size, width: number of frames, and
-    height and width in pixels; None for the defaults of the pipeline.  stream: generate as many frames at a time as the
+    height and width in pixels; None for the defaults of the pipeline. stream: generate as many frames at a time as the
     pipeline does by default, for text-to-video pipelines with one transformer; a scheduler that depends on the length
     gets the length of a chunk. Raises ValueError as `TextSampler`, and for first frames that are missing or that the
     pipeline does not use.
