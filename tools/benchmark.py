@@ -4,34 +4,37 @@
     python tools/benchmark.py models models=[vit_small] sizes=[224,512]
     python tools/benchmark.py video models=[wan_1.3b] modes=[infer,train] 'mixers=[softmax,mhla,mhla every:3]'
     python tools/benchmark.py adaptive shapes=[tokens4k] selects=[error,mean] k_tiles=[16,64]
+    python tools/benchmark.py host ops=[linear_attention,hla2]
     python tools/benchmark.py fidelity models=[RUN] data.source=folder data.val=VAL
     python tools/benchmark.py quality CONFIG.yaml data.train=A.parquet data.val=B.parquet 'mixers=[softmax,la]'
 
 Rows are added to the result file as they are measured; then the table is printed and the figure drawn. fidelity:
-trained softmax classifiers with adaptive multipole attention, without training. quality: one train_vit.py run
-(arguments with a dot) for several mixers and seeds, or their conversion with recipe=RECIPE.yaml. Rerun to resume. To
-split a quality table, give each process its own `json=` and join the files with `quality merge=[A.json,B.json]
-json=ALL.json`.
+trained softmax classifiers with adaptive multipole attention, without training. host: host time of eager calls, and
+first calls of a new process. quality: one train_vit.py run (arguments with a dot) for several mixers and seeds, or
+their conversion with recipe=RECIPE.yaml. Rerun to resume. To split a quality table, give each process its own `json=`
+and join the files with `quality merge=[A.json,B.json] json=ALL.json`.
 """
 
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adaptive, fidelity, models, operators, plots, report
+from benchmarks import adaptive, fidelity, host, models, operators, plots, report
 from benchmarks.quality import QualitySettings, quality
 from benchmarks.rows import command_of
 from zoo import config
 from zoo.errors import unknown_name
 
 USAGE = (
-    "usage: benchmark.py kernels|models|video|adaptive|fidelity [key=value ...] | quality CONFIG.yaml [key=value ...]"
+    "usage: benchmark.py kernels|models|video|adaptive|host|fidelity [key=value ...] | "
+    "quality CONFIG.yaml [key=value ...]"
 )
 TABLES: dict[str, Any] = {
     "kernels": (operators.KernelSettings, operators.run, plots.draw_kernels),
     "models": (models.ModelSettings, models.run, plots.draw_models),
     "video": (models.VideoSettings, models.run, plots.draw_video),
     "adaptive": (adaptive.AdaptiveSettings, adaptive.run, None),
+    "host": (host.HostSettings, host.run, None),
     "fidelity": (fidelity.FidelitySettings, fidelity.run, fidelity.draw),
 }
 SCHEMAS: dict[str, type] = {name: row[0] for name, row in TABLES.items()} | {"quality": QualitySettings}

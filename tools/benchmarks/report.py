@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from benchmarks import adaptive, fidelity
+from benchmarks import adaptive, fidelity, host
 from benchmarks.shapes import ALL_SHAPES, MIXED_TARGETS, OPS, PASSES, SHAPES, SLOWDOWN, Shape
 from zoo.io import markdown_table
 
@@ -334,5 +334,6 @@ TEXT = {
     "models": models,
     "video": video,
     "adaptive": adaptive.text,
+    "host": host.text,
     "fidelity": fidelity.text,
 }
