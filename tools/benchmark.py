@@ -4,6 +4,7 @@
     python tools/benchmark.py models models=[vit_small] sizes=[224,512]
     python tools/benchmark.py video models=[wan_1.3b] modes=[infer,train] 'mixers=[softmax,mhla,mhla every:3]'
     python tools/benchmark.py adaptive shapes=[tokens4k] selects=[error,mean] k_tiles=[16,64]
+    python tools/benchmark.py causal groups=[plain,decay] shapes=[tokens4k]
     python tools/benchmark.py host ops=[linear_attention,hla2]
     python tools/benchmark.py fidelity models=[RUN] data.source=folder data.val=VAL
     python tools/benchmark.py quality CONFIG.yaml data.train=A.parquet data.val=B.parquet 'mixers=[softmax,la]'
@@ -19,14 +20,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adaptive, fidelity, host, models, operators, plots, report
+from benchmarks import adaptive, causal, fidelity, host, models, operators, plots, report
 from benchmarks.quality import QualitySettings, quality
 from benchmarks.rows import command_of
 from zoo import config
 from zoo.errors import unknown_name
 
 USAGE = (
-    "usage: benchmark.py kernels|models|video|adaptive|host|fidelity [key=value ...] | "
+    "usage: benchmark.py kernels|models|video|adaptive|causal|host|fidelity [key=value ...] | "
     "quality CONFIG.yaml [key=value ...]"
 )
 TABLES: dict[str, Any] = {
@@ -34,6 +35,7 @@ TABLES: dict[str, Any] = {
     "models": (models.ModelSettings, models.run, plots.draw_models),
     "video": (models.VideoSettings, models.run, plots.draw_video),
     "adaptive": (adaptive.AdaptiveSettings, adaptive.run, None),
+    "causal": (causal.CausalSettings, causal.run, None),
     "host": (host.HostSettings, host.run, None),
     "fidelity": (fidelity.FidelitySettings, fidelity.run, fidelity.draw),
 }

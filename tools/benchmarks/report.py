@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from benchmarks import adaptive, fidelity, host
+from benchmarks import adaptive, causal, fidelity, host
 from benchmarks.shapes import ALL_SHAPES, MIXED_TARGETS, OPS, PASSES, SHAPES, SLOWDOWN, Shape
 from zoo.io import markdown_table
 
@@ -334,6 +334,7 @@ TEXT = {
     "models": models,
     "video": video,
     "adaptive": adaptive.text,
+    "causal": causal.text,
     "host": host.text,
     "fidelity": fidelity.text,
 }

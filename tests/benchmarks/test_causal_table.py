@@ -1,0 +1,75 @@
+"""Table of causal operators: every case runs at small sizes on a CPU, and the printed table."""
+
+import pytest
+import torch
+
+from benchmarks import causal, rows
+
+
+def small(case):
+    options = {key: {"frame": 8, "scale": 0.1}.get(key, value) for key, value in case.options.items()}
+    n = 1 if case.group == "decode" else 24
+    impl = "torch" if case.impl == "triton" else case.impl
+    return case._replace(sizes=(2, 3, n, 8), impl=impl, options=options)
+
+
+CASES = causal.cases(causal.CausalSettings())
+
+
+@pytest.mark.parametrize("group", ("softmax", *causal.GROUPS))
+def test_every_case_runs_and_its_error_is_small(group):
+    todo = [case for case in CASES if case.group == group]
+    assert len(todo) >= 3
+    for case in map(small, todo):
+        for which, call in causal.make(case, 0, "cpu").items():
+            out = call()
+            assert len(out) >= (4 if which != "forward" else 1) and all(torch.isfinite(t).all() for t in out[:1])
+        if case.impl == "torch":
+            found = causal.errors(case, "cpu")
+            assert set(found) == set(case.passes) and 0 < max(found.values()) < 2e-2, (case, found)
+
+
+def test_errors_are_found(monkeypatch):
+    case = small(next(case for case in CASES if case.group == "decay"))
+    honest = causal.one_pass
+
+    def wrong(case, x, impl, which):
+        return [t * 1.1 if t.dtype == torch.bfloat16 and t.shape[0] == 2 else t for t in honest(case, x, impl, which)]
+
+    monkeypatch.setattr(causal, "one_pass", wrong)
+    assert min(causal.errors(case, "cpu").values()) > 0.09
+
+
+def test_table(tmp_path):
+    """A row stands beside the base of its group, at the same shape and pass."""
+    content, file = rows.start(tmp_path / "a.json", "command", {}), tmp_path / "a.json"
+    for case in CASES:
+        for which in case.passes:
+            rows.add(content, case.row(which) | {"us": 3000.0 if case.impl == "sdpa_cudnn" else 500.0}, rows.KERNEL_KEY,
+                     file)  # fmt: skip
+    assert len(content["rows"]) == len({rows.key_of(row, rows.KERNEL_KEY) for row in content["rows"]})
+    assert len(content["rows"]) == sum(len(case.passes) for case in CASES)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in causal.text(content).splitlines()[2:]]
+    cells = {(*line[:2], line[2], line[3], line[4]): line[6:9] for line in lines}
+    tokens = "8, 16, 4096, 64"
+    assert cells[tokens, "plain", "hla3", "triton", "forward_backward"] == ["softmax", "6.00", "at least 2.2"]
+    assert cells[tokens, "decay", "la", "triton", "forward_backward"] == ["softmax", "6.00", "at least 4.35"]
+    frames = ("1, 12, 28080, 128", "frame, frame=1560", "hla2", "triton", "forward")
+    assert cells[frames] == ["two-sided la", "1.00", "at most 1.3"]
+    decoded = ("64, 16, 1, 128", "decode", "ahla", "triton", "forward")
+    assert cells[decoded] == ["copy of the state", "1.00", "at most 1.3"]
+    assert cells[tokens, "delta", "hdla", "torch", "forward_backward"] == ["gated_delta_net", "1.00", "at most 1.6"]
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="Did you mean 'frame'"):
+        causal.CausalSettings(groups=["frames"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures a CUDA device: none here")
+def test_rows_on_a_gpu(tmp_path):
+    settings = causal.CausalSettings(groups=["plain", "decode"], shapes=["tokens4k"], json=str(tmp_path / "a.json"))
+    content = causal.run(settings, "command")
+    assert not content["failed"] and len(content["rows"]) == 2 + 8 + 16
+    assert max(row.get("rel_err", 0.0) for row in content["rows"]) < 1e-2
