@@ -17,8 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))  # where the benchmarks are
 
 from benchmarks import report  # noqa: E402
-from benchmarks.denoiser_plots import draw_denoisers  # noqa: E402
-from benchmarks.quality_plots import draw_quality, draw_tradeoff  # noqa: E402
+from benchmarks.quality_plots import draw_denoisers, draw_quality, draw_tradeoff  # noqa: E402
 
 MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 

@@ -5,7 +5,7 @@ import runpy
 
 from PIL import Image
 
-from benchmarks import denoiser_plots, quality_plots
+from benchmarks import quality_plots
 from tests.helpers.runs import ROOT
 
 TABLES = runpy.run_path(str(ROOT / "docs" / "readme_tables.py"))
@@ -99,8 +99,8 @@ def test_the_picture_has_a_panel_for_each_experiment_and_counts_the_layers_kept(
 def test_distances_are_relative_to_the_control_of_their_seed(tmp_path, monkeypatch):
     result = json.loads((ROOT / "docs" / "results" / "dit-cifar10.json").read_text())
     seen = []
-    monkeypatch.setattr(denoiser_plots, "plain_axes", lambda axes, *_: seen.append(axes))
-    denoiser_plots.draw_denoisers(result, tmp_path / "dit.png")
+    monkeypatch.setattr(quality_plots, "plain_axes", lambda axes, *_: seen.append(axes))
+    quality_plots.draw_denoisers(result, tmp_path / "dit.png")
     assert Image.open(tmp_path / "dit.png").format == "PNG"
     by_space = {line.get_label(): sorted(line.get_xdata()) for line in seen[1].lines}
     assert by_space["ViT"][0] == 2.20604 / 2.23342 and len(by_space["ViT"]) == len(by_space["ResNet-18"]) == 6
