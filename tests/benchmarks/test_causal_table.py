@@ -1,4 +1,4 @@
-"""Table of causal operators: every case runs at small sizes on a CPU, and the printed table."""
+"""Table of causal operators: every case runs on a CPU at small sizes; the printed table."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_errors_are_found(monkeypatch):
 
 
 def test_table(tmp_path):
-    """A row stands beside the base of its group, at the same shape and pass."""
+    """A row is relative to the base of its group, at the same shape and pass."""
     content, file = rows.start(tmp_path / "a.json", "command", {}), tmp_path / "a.json"
     for case in CASES:
         for which in case.passes:

@@ -1,4 +1,4 @@
-"""Table of causal operators: la, ahla, hla2, hla3, frames, decoding and the delta rule beside causal softmax.
+"""Table of causal operators, frames, decoding and delta rules, against causal softmax.
 
 Cases in Triton are compiled and checked against float64 in parallel processes; then all are timed one by one on the
 idle GPU, on several input sets in rotation, so that inputs are never in cache.
@@ -280,14 +280,14 @@ def text(result: dict[str, Any]) -> str:
     lines = []
     for row in result["rows"]:
         group, options = row["options"]["group"], {k: v for k, v in row["options"].items() if k != "group"}
-        base, times, target = _beside(row, found)
+        base, times, target = _relative(row, found)
         words = ["two-sided" if options.get("causal") is False else group]
         words += [k if v is True else f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}"
                   for k, v in options.items() if k != "causal"]  # fmt: skip
         lines.append([", ".join(map(str, row["shape"])), ", ".join(words), TITLES.get(row["op"], row["op"]),
                       row["impl"], row["pass"], f"{row['us'] / 1e3:.3f}", base,
                       "" if math.isnan(times) else f"{times:.2f}", target, str(row.get("rel_err", ""))])  # fmt: skip
-    head = ["samples, heads, tokens, channels", "call", "operator", "implementation", "pass", "ms", "beside", "times"]
+    head = ["samples, heads, tokens, channels", "call", "operator", "implementation", "pass", "ms", "base", "times"]
     failed = [f"Not timed: {r['options']['group']} {r['op']} {r['impl']}: {r['reason']}." for r in result["failed"]]
     return "\n".join([*markdown_table([*head, "target", "error"], lines), *failed])
 
@@ -299,7 +299,7 @@ def _place(row: dict[str, Any]) -> tuple:
     return (tuple(row["shape"]), row["op"], row["impl"], row["pass"], *kind)
 
 
-def _beside(row: dict[str, Any], found: dict[tuple, float]) -> tuple[str, float, str]:
+def _relative(row: dict[str, Any], found: dict[tuple, float]) -> tuple[str, float, str]:
     """Return the base of a row, its speed-up over softmax or else its time relative to the base, and the target."""
     sizes, which, group = tuple(row["shape"]), row["pass"], row["options"]["group"]
     bases = {

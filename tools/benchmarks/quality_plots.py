@@ -1,4 +1,4 @@
-"""Figures of a quality file (mixers from scratch, conversions, kept softmax layers) and of a DiT file."""
+"""Figures of a quality file (mixers, conversions, kept softmax layers) and of a DiT file."""
 
 from pathlib import Path
 from typing import Any
