@@ -145,7 +145,7 @@ def not_by_default(call: AnyCall) -> str | None:
 
 def unverified(call: AnyCall) -> Fault | None:
     """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`)."""
-    index, changed = call.q.device.index, isinstance(call, AdaptiveCall | Call)  # since all GPU tests ran
+    index, changed = call.q.device.index, isinstance(call, MultipoleCall | Call)  # since all GPU tests ran
     return None if is_shipped(index, changed) else fault(trial_of(call), index)
 
 

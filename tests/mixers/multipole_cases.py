@@ -29,7 +29,7 @@ def setting(case, d, dtype, device, size=1.0):
     n = math.prod(grid) + prefix + suffix
     q, k, v, grad = (torch.randn(2, n, heads, d, generator=g, device="cpu") for heads in (4, 2, 2, 4))
     tokens = [t.to(device, dtype) for t in (size * q, k + 0.5, v)]
-    places = {"grid": grid, "blocks": blocks, "radius": radius, "prefix": prefix, "suffix": suffix}
+    places = {"grid": grid, "blocks": blocks, "radius": radius, "prefix": prefix, "suffix": suffix, "degree": 0}
     return tokens, grad.to(device), {**places, "q_scale": d**-0.5}
 
 

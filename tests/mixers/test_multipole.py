@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import hla_kernels as hk
-from hla_kernels.softmax.multipole import by_blocks, torch_form
+from hla_kernels.softmax.multipole import by_blocks, by_tokens, torch_form
 from hla_kernels.softmax.multipole.call import prepare
 from tests.ops.cases import assert_same, l2_error, tokens
 from zoo.mixers import Context, build_mixer
@@ -26,9 +26,10 @@ FORMS = {"by tokens": False, "by blocks": True}
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
 def form(request, monkeypatch):
-    """One order of the products, one block of queries at a time."""
+    """One order of the products, one block of queries or a few queries at a time."""
     monkeypatch.setattr(torch_form, "linear", lambda call: request.param)
     monkeypatch.setattr(by_blocks, "BLOCK", 1)
+    monkeypatch.setattr(by_tokens, "PAIRS", 2500)
 
 
 def setting(grid, prefix, suffix, h=4, hk=2, d=6, dv=3, dtype=torch.float64, seed=0):

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-LN2 = tl.constexpr(0.6931471805599453)
-
 
 @triton.jit
 def of_head(ptr, strides, b, h):

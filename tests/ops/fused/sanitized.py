@@ -64,8 +64,8 @@ BLOCKS = (
     ({"order": "ahla"}, (12, 13), (2, 3), 1, (2, 2, 64, 64), BF16, {"turned": True, "group": 2}),
     ({"order": "hla2", "feature_map": "elu1"}, (12, 13), (2, 1), 0, (1, 2, 40, 48), BF16, {"mask": True}),
 )
-# case, degree, channels
-MULTIPOLES = (("uneven", 2, 64), ("video", 1, 72), ("far line", 0, 64), ("far line", 1, 72), ("far video", 1, 64))
+# case, channels
+MULTIPOLES = (("uneven", 64), ("video", 72), ("far line", 64), ("far video", 72))
 
 # channels, those of half a head if they are rotated
 NORMS = ((100, 0), (120, 20))
@@ -125,12 +125,12 @@ def blocks(patch: pytest.MonkeyPatch, share: Sequence) -> None:
 
 def multipole(patch: pytest.MonkeyPatch, share: Sequence) -> None:
     """Multipole attention, with pooled blocks or without."""
-    for case, degree, d in share:
+    for case, d in share:
         patch.setattr(multipole_plan, "pools", lambda plan, pooled=case in multipole_cases.POOLED: pooled)
         tokens, grad, more = multipole_cases.setting(case, d, BF16, DEVICE)
         with patch.context() as poisoned:
             cases.poison(poisoned)
-            finite(*multipole_cases.grads(tokens, grad, multipole_cases.impl("triton", {**more, "degree": degree})))
+            finite(*multipole_cases.grads(tokens, grad, multipole_cases.impl("triton", more)))
 
 
 def norms(_: pytest.MonkeyPatch, share: Sequence) -> None:

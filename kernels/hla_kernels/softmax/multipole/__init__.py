@@ -21,9 +21,9 @@ Two equivalent orders of products; D = Dv, M blocks, V tokens of a block and its
     by blocks  2 M D + M D^2 (degree 1; about M D^3 / 2 for degree 2) + 3 V D multiplications per token, linear in N for
                fixed M except for V >= N / M; cheaper from about N = 500 on at D = 64 with 4 x 4 blocks, radius 2,
                degree 1
-The order with fewer multiplications runs, in `torch_form` and in `fused`, the Triton form in bfloat16 and float16 that
-never stores the weights. The Triton form goes by blocks only with degree 0 and 1 (`fused.plan.pools`); where it would
-read all keys of more than 32,768 tokens, `auto` uses the torch form (`forms`).
+The order with fewer multiplications runs in `torch_form`, for some queries or blocks at a time, so that memory is
+bounded. `fused` is the Triton form of degree 0 in bfloat16 and float16, which never stores the weights; where it would
+read all keys of more than 32,768 tokens (`fused.plan.pools`), `auto` uses the torch form (`forms`).
 
 Reading order: reference, layout, heads, by_tokens, by_blocks, torch_form, fused, forms.
 """

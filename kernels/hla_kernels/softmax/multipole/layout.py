@@ -55,14 +55,13 @@ def membership(layout: Layout, like: Tensor) -> Tensor:
     return (blocks[:, None] == torch.arange(layout.n_blocks, device=like.device)).to(like.dtype)
 
 
-def near(grid: tuple[int, ...], radius: int, device: torch.device) -> Tensor:
-    """Return which pairs of tokens differ by at most `radius` along every axis, [N, N] bool."""
-    found = torch.ones(1, 1, dtype=torch.bool, device=device)
-    for length in grid:
-        x = torch.arange(length, device=device)
-        along = (x[:, None] - x).abs() <= radius
-        n = found.shape[0]
-        found = (found[:, None, :, None] & along[None, :, None, :]).reshape(n * length, n * length)
+def near(grid: tuple[int, ...], radius: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return which pairs of tokens of the grid, given by their numbers, differ by at most `radius` along every axis,
+    [I, J] bool."""
+    found = torch.ones(1, 1, dtype=torch.bool, device=rows.device)
+    for length in reversed(grid):
+        found = found & ((rows[:, None] % length - columns % length).abs() <= radius)
+        rows, columns = rows // length, columns // length
     return found
 
 

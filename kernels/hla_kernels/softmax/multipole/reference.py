@@ -30,7 +30,8 @@ def reference(
     outer = torch.ones(s.shape[-1], dtype=torch.bool, device=q.device)
     outer[first:last] = False
     exact = outer[:, None] | outer
-    exact[first:last, first:last] = near(field.layout.grid, field.radius, q.device)
+    tokens = torch.arange(field.n_grid, device=q.device)
+    exact[first:last, first:last] = near(field.layout.grid, field.radius, tokens, tokens)
     anchor = s.clone()
     for block in membership(field.layout, q).mT.bool():
         tokens = first + block.nonzero()[:, 0]

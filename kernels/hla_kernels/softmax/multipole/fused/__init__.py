@@ -1,12 +1,11 @@
 """Triton form of multipole attention; weights exist one tile at a time, as in flash attention.
 
-A tile of queries is a box of the grid. Blocks that intersect its neighbourhood are read key by key, with two products
-for the scores with keys and with mean keys, a third for the rounding error of mean keys (not with degree 0), and one
-for values. Every other block is pooled: it is read as one key, its mean, weighted by the number of its tokens, and with
-degree 1 also through its D x D moment. The cost is linear in N for a fixed number of blocks. With degree 2, or where it
+Degree 0 only. A tile of queries is a box of the grid. Blocks that intersect its neighbourhood are read key by key, with
+two products for the scores with keys and with mean keys, and one for values. Every other block is pooled: it is read as
+one key, its mean, weighted by the number of its tokens. The cost is linear in N for a fixed number of blocks. Where it
 is cheaper (`plan.pools`), all keys are read one by one.
 
-Reading order: geometry, tiles, forward, moments, backward, plan, launch, operator. The first call imports Triton.
+Reading order: geometry, tiles, forward, backward, plan, launch, operator. The first call imports Triton.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ REFUSED, REASON = "3.7", Fault("Triton 3.7 miscompiles the kernels of multipole,
 def why_not(call: MultipoleCall) -> str | None:
     """Return the reason why the Triton form does not support this call, or None."""
     q, v = call.q, call.v
+    if call.degree:
+        return f"the Triton form of multipole is for degree 0, not {call.degree}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"the Triton form of multipole is for bfloat16 and float16, not {q.dtype}"
     if call.mask is not None:
@@ -51,16 +52,16 @@ def why_not(call: MultipoleCall) -> str | None:
 
 def evaluate(call: MultipoleCall) -> Tensor:
     """Return o [B, N, H, D]."""
-    q, k, v, field, degree, scale, _ = call
+    q, k, v, field, _, scale, _ = call
     group = q.shape[2] // k.shape[2]
     if group > 1:
         k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
-    return multipole_op(q, k, v, *places(field), field.radius, degree, scale)[0]
+    return multipole_op(q, k, v, *places(field), field.radius, scale)[0]
 
 
 def reads_all(call: MultipoleCall) -> bool:
     """Whether no block is pooled, so that the cost is quadratic in the number of tokens."""
-    return plan_of(*places(call.field), call.field.radius, call.degree, call.q.shape[3]).whole
+    return plan_of(*places(call.field), call.field.radius, call.q.shape[3]).whole
 
 
 def places(field: Field) -> tuple[list[int], list[int], list[int]]:

@@ -23,16 +23,15 @@ from .geometry import (
     tile_of,
     touched,
 )
-from .moments import add_moment_queries
-from .tiles import anchored, factors, keys, weights_of
+from .tiles import keys, pooled, weights_of
 
 FREE = [*FREE, "gs", "dqs", "dks", "dvs", "splits"]
 
 
 @triton.jit(do_not_specialize=FREE)
 def for_queries(
-    Q, K, V, A, LOW, E, P, COUNT, O, REST, G, TOP, DELTA, DQ, qs, ks, vs, os, gs, dqs, grid, blocks, outer, radius,
-    heads, factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
+    Q, K, V, A, LOW, E, COUNT, O, REST, G, TOP, DELTA, DQ, qs, ks, vs, os, gs, dqs, grid, blocks, outer, radius,
+    heads, factor, scale, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
     PY: tl.constexpr, PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Compute dq and DELTA of a tile of queries."""
@@ -46,8 +45,6 @@ def for_queries(
     A += bh.to(tl.int64) * total * D
     E += bh.to(tl.int64) * total * D
     LOW += bh.to(tl.int64) * total * D
-    if P is not None:
-        P += bh.to(tl.int64) * total * D * D
     at_row = bh.to(tl.int64) * (n_grid + outer[0] + outer[1]) + row
     q = load(of_head(Q, qs, b, h), row, qs[1], inside, D, DP)
     g = load(of_head(G, gs, b, h), row, gs[1], inside, D, DP)
@@ -62,23 +59,21 @@ def for_queries(
             start, K, V, ks, vs, box, place, reach, grid, per_length, blocks, outer, D, DP, PT, BJ
         )
         s = products(q, k) * factor
-        mean, a = anchored(q, A, LOW, block, there, DEGREE > 0, D, DP)
-        exponent, _, by_s, by_a = factors(s, a * factor, exact, DEGREE)
+        mean = load(A, block, D, there, D, DP)
+        exponent = tl.where(exact, s, products(q, mean) * factor)
         u = tl.exp2(tl.where(there[None, :], exponent - top[:, None], -float("inf")))
         u = u * (products(g, v) - delta[:, None]) * scale
-        dq = weighted(dq, u * by_s, k)
-        dq = weighted(dq, u * by_a, mean)
+        dq = weighted(dq, tl.where(exact, u, 0.0), k)
+        dq = weighted(dq, tl.where(exact, 0.0, u), mean)
     if not ALL:
         for start in range(0, tl.where(on_grid, total, 0), BM):
             m = start + tl.arange(0, BM)
             there, count = weights_of(COUNT, near, m, blocks)
-            mean, a = anchored(q, A, LOW, m, there, True, D, DP)
+            mean, a = pooled(q, A, LOW, m, there, D, DP)
             u = tl.exp2(a * factor + count[None, :] - top[:, None])
             u = u * (products(g, load(E, m, D, there, D, DP)) - delta[:, None]) * scale
             dq = weighted(dq, u, mean)
             dq = weighted(dq, u, load(LOW, m, D, there, D, DP))
-        if P is not None:
-            dq = add_moment_queries(dq, q, g, top, A, LOW, P, near, blocks, on_grid, factor, scale, D, DP)
     store(of_head(DQ, dqs, b, h), row, dqs[1], inside, dq, D, DP)
 
 
@@ -135,9 +130,9 @@ def patches_along(first, last, length, m, size, radius, ALL: tl.constexpr):
 
 @triton.jit(do_not_specialize=FREE)
 def for_keys(
-    Q, K, V, A, LOW, COUNT, G, TOP, DELTA, DE, DK, DA, DV, qs, ks, vs, gs, dvs, grid, blocks, outer, radius, heads,
-    factor, scale, DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr,
-    PY: tl.constexpr, PX: tl.constexpr, QT: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr,
+    Q, K, V, A, COUNT, G, TOP, DELTA, DE, DK, DA, DV, qs, ks, vs, gs, dvs, grid, blocks, outer, radius, heads,
+    factor, scale, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr,
+    PX: tl.constexpr, QT: tl.constexpr, QY: tl.constexpr, QX: tl.constexpr,
 ):  # fmt: skip
     """Compute dv of a tile PT x PY x PX of keys, and DK, DA [B, N, H, D], its gradients through scores with keys and
     with mean keys. Queries are read in patches of QT x QY x QX."""
@@ -176,15 +171,13 @@ def for_keys(
         q, g = load(Q, row, qs[1], inside, D, DP), load(G, row, gs[1], inside, D, DP)
         top = tl.load(TOP + bh.to(tl.int64) * n + row, inside, other=float("inf"))
         delta = tl.load(DELTA + bh.to(tl.int64) * n + row, inside, other=0.0)
-        s, a = products(k, q) * factor, products(mean, q)
-        if DEGREE > 0:
-            a += products(load(LOW + base, block, D, there, D, DP), q)
-        exponent, f, by_s, by_a = factors(s, a * factor, is_near(at, place, reach, PT), DEGREE)
+        exact = is_near(at, place, reach, PT)
+        exponent = tl.where(exact, products(k, q) * factor, products(mean, q) * factor)
         u = tl.exp2(tl.where(live[:, None], exponent - top[None, :], -float("inf")))
-        dv = weighted(dv, u * f, g)
+        dv = weighted(dv, u, g)
         u = u * (products(v, g) - delta[None, :]) * scale
-        dk = weighted(dk, u * by_s, q)
-        da = weighted(da, u * by_a, q)
+        dk = weighted(dk, tl.where(exact, u, 0.0), q)
+        da = weighted(da, tl.where(exact, 0.0, u), q)
     own_rows = ((b.to(tl.int64) * n) * heads + h) * D
     store(DK + own_rows, theirs, heads * D, there, dk, D, DP)
     store(DA + own_rows, theirs, heads * D, there, da, D, DP)

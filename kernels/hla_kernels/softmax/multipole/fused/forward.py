@@ -5,8 +5,7 @@ import triton.language as tl
 
 from ...rows import load, of_head, products, store, weighted
 from .geometry import block_box, in_box, inverses, reads
-from .moments import add_moments
-from .tiles import anchored, factors, keys, weights_of
+from .tiles import keys, pooled, weights_of
 
 FREE = ["ks", "vs", "qs", "os", "grid", "blocks", "outer", "radius", "heads", "factor", "scale"]
 
@@ -39,18 +38,18 @@ def pool(
 
 
 @triton.jit
-def online(top, z, o, exponent, f, v):
+def online(top, z, o, exponent, v):
     """Add a tile of keys to the running maximum of exponents, denominator and sum of values."""
     higher = tl.maximum(top, tl.max(exponent, 1))
-    w = tl.exp2(exponent - higher[:, None]) * f
+    w = tl.exp2(exponent - higher[:, None])
     shrink = tl.exp2(top - higher)
     return higher, z * shrink + tl.sum(w, 1), weighted(o * shrink[:, None], w, v)
 
 
 @triton.jit(do_not_specialize=FREE)
 def output(
-    Q, K, V, A, LOW, E, P, COUNT, O, REST, TOP, qs, ks, vs, os, grid, blocks, outer, radius, heads, factor, scale,
-    DEGREE: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr,
+    Q, K, V, A, LOW, E, COUNT, O, REST, TOP, qs, ks, vs, os, grid, blocks, outer, radius, heads, factor, scale,
+    ALL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PT: tl.constexpr, PY: tl.constexpr,
     PX: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Compute o, REST (its rounding error) and TOP [B H, N], the logarithm of the denominator, of a tile of queries."""
@@ -64,8 +63,6 @@ def output(
     A += bh.to(tl.int64) * total * D
     E += bh.to(tl.int64) * total * D
     LOW += bh.to(tl.int64) * total * D
-    if P is not None:
-        P += bh.to(tl.int64) * total * D * D
     q = load(of_head(Q, qs, b, h), row, qs[1], inside, D, DP)
     top = tl.full([PT * PY * PX], -float("inf"), tl.float32)
     z = tl.zeros([PT * PY * PX], tl.float32)
@@ -75,18 +72,16 @@ def output(
             start, K, V, ks, vs, box, place, reach, grid, per_length, blocks, outer, D, DP, PT, BJ
         )
         s = products(q, k) * factor
-        _, a = anchored(q, A, LOW, block, there, DEGREE > 0, D, DP)
-        exponent, f, _, _ = factors(s, a * factor, exact, DEGREE)
+        a = products(q, load(A, block, D, there, D, DP))
+        exponent = tl.where(exact, s, a * factor)
         exponent = tl.where(there[None, :], exponent, -float("inf"))
-        top, z, o = online(top, z, o, exponent, f, v)
+        top, z, o = online(top, z, o, exponent, v)
     if not ALL:
         for start in range(0, tl.where(on_grid, total, 0), BM):
             m = start + tl.arange(0, BM)
             there, count = weights_of(COUNT, near, m, blocks)
-            _, a = anchored(q, A, LOW, m, there, True, D, DP)
-            top, z, o = online(top, z, o, a * factor + count[None, :], 1.0, load(E, m, D, there, D, DP))
-        if P is not None:
-            o = add_moments(o, q, top, A, LOW, P, near, blocks, on_grid, factor, scale, D, DP)
+            _, a = pooled(q, A, LOW, m, there, D, DP)
+            top, z, o = online(top, z, o, a * factor + count[None, :], load(E, m, D, there, D, DP))
     o = o / z[:, None]
     store(of_head(O, os, b, h), row, os[1], inside, o, D, DP)
     store(of_head(REST, os, b, h), row, os[1], inside, o - o.to(O.dtype.element_ty).to(tl.float32), D, DP)

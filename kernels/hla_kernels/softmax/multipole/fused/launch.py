@@ -11,7 +11,6 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .backward import for_blocks, for_keys, for_queries, spread
 from .forward import output, pool
-from .moments import for_moments, spread_moments, sum_moments
 from .plan import Tiles, patch_of, plan_of
 
 ROWS = 16  # tokens of a block per step of a sum
@@ -23,11 +22,11 @@ class Call:
     """Arguments shared by the launches of a call; `where`: grid, blocks, outer tokens."""
 
     def __init__(
-        self, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int, scale: float,
+        self, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, scale: float,
         shape: Sequence[int],
     ):  # fmt: skip
         b, _, self.h, d = shape
-        self.plan = plan_of(grid, blocks, outer, radius, degree, d)
+        self.plan = plan_of(grid, blocks, outer, radius, d)
         self.heads, self.where = b * self.h, (tuple(grid), tuple(blocks), tuple(outer))
         self.numbers = (radius, self.h, scale / LOG2, scale)
         self.sizes = {"D": d, "DP": self.plan.width}
@@ -35,7 +34,7 @@ class Call:
     def reading(self, tiles: Tiles) -> tuple[tuple[int, int], dict[str, int]]:
         """Return (programs, keywords) of a pass that reads keys one by one."""
         p = self.plan
-        constants = {"DEGREE": p.degree, "ALL": p.whole, **p.place(tiles.patch)}
+        constants = {"ALL": p.whole, **p.place(tiles.patch)}
         return (p.count(tiles.patch), self.heads), {**constants, **tiles.launch}
 
     def asking(self, tiles: Tiles) -> dict[str, int]:
@@ -58,27 +57,12 @@ def forward(
         pool, (c.plan.n_blocks, c.heads),
         k, v, *anchors, value, count, *_strides(k, v), *c.where, c.h, **c.sizes, BW=ROWS, num_warps=1
     )  # fmt: skip
-    moments = _moments(c, k, v, anchors)
     grid, constants = c.reading(tiles)
     launch(
         output, grid,
-        q, k, v, *anchors, value, moments, count, o, rest, top, *_strides(q, k, v, o), *c.where, *c.numbers,
+        q, k, v, *anchors, value, count, o, rest, top, *_strides(q, k, v, o), *c.where, *c.numbers,
         **constants, BJ=tiles.other, BM=tiles.blocks,
     )  # fmt: skip
-
-
-def _moments(c: Call, k: Tensor, v: Tensor, anchors: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the moments P [B, H, M, D, D] of pooled blocks with degree 1, else None."""
-    if not c.plan.moments:
-        return None
-    b, _, h, d = k.shape
-    tiles = c.plan.tiles.of_moments
-    found = torch.empty((b, h, c.plan.n_blocks, d, d), dtype=k.dtype, device=k.device)
-    launch(
-        sum_moments, (c.plan.n_blocks, c.heads),
-        k, v, *anchors, found, *_strides(k, v), *c.where, c.h, **c.sizes, BW=tiles.other, **tiles.launch
-    )  # fmt: skip
-    return found
 
 
 def backward(
@@ -88,37 +72,24 @@ def backward(
     """Compute dq, dk and dv."""
     q, k, v = tokens
     p, anchors = c.plan, tuple(mean)
-    moments, delta = _moments(c, k, v, anchors), torch.empty_like(top)
-    by_key, by_mean = torch.empty_like(dk, dtype=torch.float32), torch.empty_like(dk)
+    delta, by_key, by_mean = torch.empty_like(top), torch.empty_like(dk, dtype=torch.float32), torch.empty_like(dk)
     tiles = p.tiles.for_queries
     grid, constants = c.reading(tiles)
     launch(
         for_queries, grid,
-        q, k, v, *anchors, value, moments, count, o, rest, grad, top, delta, dq, *_strides(q, k, v, o, grad, dq),
+        q, k, v, *anchors, value, count, o, rest, grad, top, delta, dq, *_strides(q, k, v, o, grad, dq),
         *c.where, *c.numbers, **constants, BJ=tiles.other, BM=tiles.blocks,
     )  # fmt: skip
-    d_mean = d_value = d_moments = None
+    d_mean = d_value = None
     if not p.whole:
         d_mean, d_value = _for_blocks(c, q, grad, anchors, value, count, top, delta)
-        if moments is not None:
-            more, d_moments = _for_moments(c, q, grad, anchors, moments, top)
-            d_mean += more
-    values = dv if d_moments is None else torch.empty_like(dv, dtype=torch.float32)
     grid, constants = c.reading(p.tiles.for_keys)
     qt, qy, qx = patch_of(p.grid, p.tiles.for_keys.other)
     launch(
         for_keys, grid,
-        q, k, v, *anchors, count, grad, top, delta, d_value, by_key, by_mean, values,
+        q, k, v, anchors[0], count, grad, top, delta, d_value, by_key, by_mean, dv,
         *_strides(q, k, v, grad, dv), *c.where, *c.numbers, **constants, QT=qt, QY=qy, QX=qx,
     )  # fmt: skip
-    if d_moments is not None:
-        tiles = p.tiles.of_moments
-        launch(
-            spread_moments, (p.n_blocks, c.heads),
-            k, v, *anchors, value, d_moments, by_key, values, *_strides(k, v), *c.where, c.h, **c.sizes, BW=tiles.other,
-            **tiles.launch,
-        )  # fmt: skip
-        dv.copy_(values)
     launch(
         spread, (p.n_blocks + -(-p.outer // ROWS), c.heads),
         by_key, by_mean, d_mean, dk, *_strides(dk), *c.where, c.h, ALL=p.whole, **c.sizes, BW=ROWS, num_warps=1
@@ -135,18 +106,6 @@ def _for_blocks(c: Call, q, grad, anchors, value, count, top, delta) -> tuple[Te
         for_blocks, (rows, c.heads, splits),
         q, *anchors, value, count, grad, top, delta, *found, *_strides(q, grad), *c.where, *c.numbers, splits,
         **c.asking(tiles), BM=tiles.blocks,
-    )  # fmt: skip
-    return _added(found[0]), _added(found[1])
-
-
-def _for_moments(c: Call, q, grad, anchors, moments, top) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the mean keys through the moments, and of the moments, float32."""
-    splits = c.plan.splits(c.heads * c.plan.n_blocks)
-    found = [_parts(splits, shape, moments) for shape in (moments.shape[:4], moments.shape)]
-    launch(
-        for_moments, (c.plan.n_blocks, c.heads, splits),
-        q, *anchors, moments, grad, top, *found, *_strides(q, grad), *c.where, *c.numbers, splits,
-        **c.asking(c.plan.tiles.for_moments),
     )  # fmt: skip
     return _added(found[0]), _added(found[1])
 

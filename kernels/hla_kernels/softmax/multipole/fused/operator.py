@@ -23,7 +23,7 @@ def _like(x: Tensor) -> Tensor:
 @custom_op("multipole")
 def multipole_op(
     q: Tensor, k: Tensor, v: Tensor, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int,
-    degree: int, scale: float,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o [B, N, H, D] and tensors for the backward; q, k, v [B, N, H, D].
 
@@ -33,7 +33,7 @@ def multipole_op(
     """
     from .launch import Call, forward
 
-    call = Call(grid, blocks, outer, radius, degree, scale, q.shape)
+    call = Call(grid, blocks, outer, radius, scale, q.shape)
     found = _outputs(q, blocks)
     if q.shape[0]:
         with torch.cuda.device_of(q):
@@ -50,22 +50,21 @@ def _outputs(q: Tensor, blocks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, 
 
 
 @multipole_op.register_fake
-def _(q, k, v, grid, blocks, outer, radius, degree, scale):
+def _(q, k, v, grid, blocks, outer, radius, scale):
     return _outputs(q, blocks)
 
 
 @custom_op("multipole_backward")
 def multipole_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, top: Tensor, mean: Tensor, value: Tensor, count: Tensor,
-    rest: Tensor, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int,
-    scale: float,
+    rest: Tensor, grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv)."""
     from .launch import Call, backward
 
     found = _like(q), _like(k), _like(v)
     if q.shape[0]:
-        call = Call(grid, blocks, outer, radius, degree, scale, q.shape)
+        call = Call(grid, blocks, outer, radius, scale, q.shape)
         with torch.cuda.device_of(q):
             backward(call, _rows(grad), (_rows(q), _rows(k), _rows(v)), o, top, mean, value, count, rest, *found)
     return found
@@ -77,7 +76,7 @@ def _(grad, q, k, v, *rest):
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.grid, ctx.blocks, ctx.outer, ctx.radius, ctx.degree, ctx.scale = inputs
+    *tensors, ctx.grid, ctx.blocks, ctx.outer, ctx.radius, ctx.scale = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
@@ -85,9 +84,9 @@ def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple:
     if grad is None:
-        return (None,) * 9
-    options = (ctx.grid, ctx.blocks, ctx.outer, ctx.radius, ctx.degree, ctx.scale)
-    return (*multipole_backward(grad, *ctx.saved_tensors, *options), *[None] * 6)
+        return (None,) * 8
+    options = (ctx.grid, ctx.blocks, ctx.outer, ctx.radius, ctx.scale)
+    return (*multipole_backward(grad, *ctx.saved_tensors, *options), *[None] * 5)
 
 
 multipole_op.register_autograd(_gradients, setup_context=_setup)

@@ -37,17 +37,13 @@ class Pass(NamedTuple):
     for_queries: Tiles
     for_blocks: Tiles
     for_keys: Tiles
-    for_moments: Tiles
-    of_moments: Tiles
 
 
 NARROW = Pass(
-    Tiles(64, 64, 64, 4), Tiles(64, 64, 64, 4), Tiles(32, 0, 64, 4), Tiles(64, 32, 0, 4), Tiles(32, 0, 1, 4),
-    Tiles(0, 32, 1, 4),
+    Tiles(64, 64, 64, 4), Tiles(64, 64, 64, 4), Tiles(32, 0, 64, 4), Tiles(64, 32, 0, 4)
 )  # fmt: skip
 WIDE = Pass(
-    Tiles(64, 64, 64, 8), Tiles(64, 32, 32, 8), Tiles(32, 0, 64, 8), Tiles(64, 32, 0, 8), Tiles(32, 0, 1, 8),
-    Tiles(0, 32, 1, 8),
+    Tiles(64, 64, 64, 8), Tiles(64, 32, 32, 8), Tiles(32, 0, 64, 8), Tiles(64, 32, 0, 8)
 )  # fmt: skip
 
 
@@ -58,7 +54,6 @@ class Plan(NamedTuple):
     blocks: Sizes
     outer: int
     radius: int
-    degree: int
     channels: int
     whole: bool
     tiles: Pass
@@ -72,11 +67,6 @@ class Plan(NamedTuple):
     def n_blocks(self) -> int:
         """M, the number of blocks."""
         return math.prod(self.blocks)
-
-    @property
-    def moments(self) -> bool:
-        """Whether pooled blocks have moments."""
-        return self.degree == 1 and not self.whole
 
     def count(self, tokens: int) -> int:
         """Return the number of patches of all tokens; patches on the grid come first."""
@@ -123,23 +113,20 @@ def patch_of(grid: Sequence[int], tokens: int) -> Sizes:
     return sizes[0], sizes[1], sizes[2]
 
 
-def plan_of(
-    grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, degree: int, channels: int
-) -> Plan:
+def plan_of(grid: Sequence[int], blocks: Sequence[int], outer: Sequence[int], radius: int, channels: int) -> Plan:
     """Return the plan of a call; arguments must be plain numbers, which torch.compile treats as constants."""
-    rest = (int(x) for x in (sum(outer), radius, degree, channels))
+    rest = (int(x) for x in (sum(outer), radius, channels))
     return _plan(tuple(map(int, grid)), tuple(map(int, blocks)), *rest)
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(grid: Sizes, blocks: Sizes, outer: int, radius: int, degree: int, channels: int) -> Plan:
+def _plan(grid: Sizes, blocks: Sizes, outer: int, radius: int, channels: int) -> Plan:
     tiles = NARROW if channels <= 64 else WIDE
-    plan = Plan(grid, blocks, outer, radius, degree, channels, False, tiles)
+    plan = Plan(grid, blocks, outer, radius, channels, False, tiles)
     return plan._replace(whole=not pools(plan))
 
 
 def pools(plan: Plan) -> bool:
     """Whether to pool far blocks: if that reduces the products of the forward by more than a margin."""
-    n, each = math.prod(plan.grid), 3 + plan.degree * plan.channels
-    products = 3 * plan.pairs(plan.tiles.output.patch) + each * plan.n_blocks * n
-    return plan.degree < 2 and MARGIN * products < 3 * (n + plan.outer) ** 2
+    n = math.prod(plan.grid)
+    return MARGIN * (plan.pairs(plan.tiles.output.patch) + plan.n_blocks * n) < (n + plan.outer) ** 2

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...rows import LN2, load, products
+from ...rows import load, products
 from .geometry import axes_of, block_at, in_box, is_near, is_touched
 
 
@@ -29,36 +29,9 @@ def weights_of(COUNT, near, m, blocks):
 
 
 @triton.jit
-def anchored(q, A, LOW, m, there, WHOLE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Return (mean keys A of blocks m, scores of queries with them [I, M]). WHOLE: add LOW, the rounding error of A, in
-    the scores.
-
-    Rounding a mean key changes all weights of its block alike. With degree 0 the change is smaller than the rounding of
-    the weights; with a factor f(r) it is r times larger.
-    """
+def pooled(q, A, LOW, m, there, D: tl.constexpr, DP: tl.constexpr):
+    """Return (mean keys A of blocks m, scores of queries with them [I, M], with LOW, the rounding error of A)."""
     mean = load(A, m, D, there, D, DP)
     a = products(q, mean)
-    if WHOLE:
-        a += products(q, load(LOW, m, D, there, D, DP))
+    a += products(q, load(LOW, m, D, there, D, DP))
     return mean, a
-
-
-@triton.jit
-def factors(s, a, near, DEGREE: tl.constexpr):
-    """Return (exponent, factor f, d weight / d s and d weight / d a over exp(exponent)) for a tile of scores with keys
-    and with anchors; weight = f exp(exponent)."""
-    exponent = tl.where(near, s, a)
-    r = (s - a) * LN2
-    if DEGREE == 0:
-        f = tl.full(s.shape, 1.0, tl.float32)
-        by_s = tl.where(near, 1.0, 0.0)
-        by_a = 1.0 - by_s
-    elif DEGREE == 1:
-        f = tl.where(near, 1.0, 1 + r)
-        by_s = tl.full(s.shape, 1.0, tl.float32)
-        by_a = tl.where(near, 0.0, r)
-    else:
-        f = tl.where(near, 1.0, 1 + r + r * r * 0.5)
-        by_s = tl.where(near, 1.0, 1 + r)
-        by_a = tl.where(near, 0.0, r * r * 0.5)
-    return exponent, f, by_s, by_a
