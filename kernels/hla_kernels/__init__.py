@@ -31,11 +31,11 @@ from .features import FEATURE_MAPS
 from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.fused.plan import set_batch_invariant
 from .hla.streaming.merge import merge
-from .hla.streaming.sharded import sharded
 from .hla.streaming.state import State
 from .hla.streaming.stream import read
 from .op import Explanation, explain
 from .options import MAX_HEAD_DIM, OPS
+from .ranks.sharded import sharded
 from .softmax.multipole.fused import flops as _multipole_flops  # noqa: F401  registers the formulas
 from .softmax.taylor import flops as _taylor_flops  # noqa: F401  registers the formulas
 

@@ -3,14 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-import hla_kernels
 from hla_kernels import MAX_HEAD_DIM, State
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
@@ -90,8 +87,9 @@ class LinearMixer(Mixer):
 
     def operate(self, *tokens: Tensor, **options) -> Tensor:
         """Run the operator on (q, k, v) or on one packed qkv; `options` are its keyword arguments."""
-        operator = self.operator if len(tokens) == 3 else self.operator_packed
-        return operator(*tokens, **options)
+        if len(tokens) == 1 and self.group is None:
+            return self.operator_packed(*tokens, **options)
+        return self.run(self.operator, *self.split_qkv(*tokens), **options)
 
     def extra_repr(self) -> str:
         options = ((f, getattr(self.options, f.name)) for f in fields(self.options))
@@ -103,7 +101,7 @@ class LinearMixer(Mixer):
         if self.norm is not None:
             o = self.norm(o)
         if self.gains is not None:
-            o = self.gains(o, v, ctx.key_padding_mask)
+            o = self.gains(o, v, ctx.key_padding_mask, self.group)
         o = self.with_lepe(o, v, ctx)
         return o if self.gate is None else self.gate(o, ctx.x)
 
@@ -123,8 +121,10 @@ class LinearMixer(Mixer):
         if ctx.key_padding_mask is not None and self.options.causal:
             raise ValueError(f"the mixer {self.name!r} with causal=True cannot honour a padding mask: pad at the end")
 
-    def share(self, group: ProcessGroup) -> None:
-        vars(self)["operator"] = partial(hla_kernels.sharded, type(self).operator, group=group)
+    def why_not_shared(self) -> str:
+        if self.options.scan == "both":
+            return "scans the tokens backward too (scan='both'), against the order of the devices"
+        return super().why_not_shared()
 
     def _reads_packed(self, ctx: Context) -> bool:
         """Whether the operator reads q, k and v unmodified."""

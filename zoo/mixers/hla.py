@@ -19,7 +19,7 @@ class LinearAttention(LinearMixer):
     """
 
     name = "la"
-    sums_tokens = True
+    shares_tokens = True
     operator = staticmethod(hla_kernels.linear_attention)
     operator_packed = staticmethod(hla_kernels.linear_attention_qkvpacked)
 
@@ -31,7 +31,7 @@ class HigherOrder(LinearMixer):
     blend: coefficients [4] of these terms during warm-up, not saved with the model; None otherwise.
     """
 
-    sums_tokens = True
+    shares_tokens = True
     term: ClassVar[int]
     blend: Tensor | None
 
@@ -61,10 +61,9 @@ class HigherOrder(LinearMixer):
         if self.blend is None:
             return super().operate(*tokens, **options)
         coefficients = self.blend.repeat(self.num_heads, 1)
-        if len(tokens) == 1:
+        if len(tokens) == 1 and self.group is None:
             return hla_kernels.polynomial_qkvpacked(tokens[0], coefficients, **options)
-        q, k, v = tokens
-        return hla_kernels.polynomial(q, k, v, coefficients, **options)
+        return self.run(hla_kernels.polynomial, *self.split_qkv(*tokens), coefficients=coefficients, **options)
 
 
 class AHLA(HigherOrder):

@@ -7,9 +7,11 @@ maps are the identity at initialisation, so adding them to a converted model doe
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hla_kernels.features.power import power
 from hla_kernels.features.rms_norm import prepared, rms_norm
+from hla_kernels.ranks.collectives import add_tokens
 from zoo.grid import Grid, split_tokens
 
 
@@ -162,15 +164,23 @@ class HeadGains(nn.Module):
         t = self.temperature.repeat_interleave(x.shape[2] // len(self.temperature))
         return x * t[:, None].to(x.dtype)
 
-    def forward(self, o: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        mean = mean_value(v, mask).repeat_interleave(o.shape[2] // v.shape[2], dim=2)
+    def forward(
+        self, o: Tensor, v: Tensor, mask: Tensor | None = None, group: ProcessGroup | None = None
+    ) -> Tensor:
+        mean = mean_value(v, mask, group).repeat_interleave(o.shape[2] // v.shape[2], dim=2)
         out = (o * self.gain[:, None] + mean * self.shift[:, None]).to(o.dtype)
         return out if mask is None else out.where(mask[:, :, None, None], 0)
 
 
-def mean_value(v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Average v [B, N, Hk, D] over the real tokens of mask [B, N] in at least float32 -> [B, 1, Hk, D]."""
+def mean_value(v: Tensor, mask: Tensor | None = None, group: ProcessGroup | None = None) -> Tensor:
+    """Average v [B, N, Hk, D] over the real tokens of mask [B, N] in at least float32 -> [B, 1, Hk, D].
+
+    group: devices that share the tokens, which have no mask.
+    """
     v = v.to(torch.promote_types(v.dtype, torch.float32))
+    if group is not None:
+        total, count = add_tokens(v, group)
+        return total / count
     if mask is None:
         return v.mean(1, keepdim=True)
     valid = mask[:, :, None, None]

@@ -69,6 +69,7 @@ class BlockMixer(BlockedMixer):
     """
 
     name = "mhla"
+    shares_tokens = True
     operator = staticmethod(hla_kernels.mhla)
     operator_packed = staticmethod(hla_kernels.mhla_qkvpacked)
     defaults = BlockOptions()
@@ -87,6 +88,11 @@ class BlockMixer(BlockedMixer):
 
     def project_(self) -> None:
         self.mixing.project_()
+
+    def why_not_shared(self) -> str:
+        if self.options.causal:
+            return "orders the tokens inside blocks (causal), which the devices cut"
+        return super().why_not_shared()
 
     @property
     def fusable_map(self) -> str | None:

@@ -2,21 +2,16 @@
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hla_kernels.features import feature
-from hla_kernels.hla.streaming.sharded import add_ranks
+from hla_kernels.ranks.collectives import add_ranks
 from zoo.mixers.base import LinearMixer
 
 
 class MomentMixer(LinearMixer):
     """Mixer whose tokens interact in sums only, which context parallelism adds over the devices."""
 
-    sums_tokens = True
-    group: ProcessGroup | None = None
-
-    def share(self, group: ProcessGroup) -> None:
-        self.group = group
+    shares_tokens = True
 
     def total(self, x: Tensor) -> Tensor:
         """Return a sum over the tokens of this device, added over all devices that share the tokens."""

@@ -109,6 +109,7 @@ class Multipole(BlockedMixer):
     """
 
     name = "multipole"
+    shares_tokens = True
     operator = staticmethod(hla_kernels.multipole)
     defaults = MultipoleOptions(feature_map="identity", normalize=True)
     options: MultipoleOptions
@@ -151,11 +152,12 @@ class Multipole(BlockedMixer):
         grid, opt = ctx.grid, self.options
         assert grid is not None
         if opt.select != "near" and self.density == 1:  # the same to rounding, and faster
-            return hla_kernels.softmax_attention(q, k, v, scale=self.scale, key_padding_mask=ctx.key_padding_mask)
+            mask = ctx.key_padding_mask
+            return self.run(hla_kernels.softmax_attention, q, k, v, scale=self.scale, key_padding_mask=mask)
         if opt.select != "near":
-            return hla_kernels.adaptive_multipole(
-                q, k, v, select=opt.select, density=self.density, q_tile=opt.q_tile, k_tile=opt.k_tile, far=opt.far,
-                grid=grid, prefix=ctx.prefix, suffix=ctx.suffix, q_scale=self.scale,
+            return self.run(
+                hla_kernels.adaptive_multipole, q, k, v, select=opt.select, density=self.density, q_tile=opt.q_tile,
+                k_tile=opt.k_tile, far=opt.far, grid=grid, prefix=ctx.prefix, suffix=ctx.suffix, q_scale=self.scale,
                 key_padding_mask=ctx.key_padding_mask,
             )  # fmt: skip
         self.check_blocks(grid, self.blocks)

@@ -44,7 +44,7 @@ class Polynomial(LinearMixer):
     """
 
     name = "poly"
-    sums_tokens = True
+    shares_tokens = True
     operator = staticmethod(hla_kernels.polynomial)
     operator_packed = staticmethod(hla_kernels.polynomial_qkvpacked)
     defaults = PolynomialOptions()

@@ -1,10 +1,12 @@
 """Base class of mixers, with every member that models, training and conversion use."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+import hla_kernels
 from hla_kernels.sequences import real
 from zoo.grid import check_grid
 from zoo.mixers.context import Context, LayerSpec
@@ -24,7 +26,8 @@ class Mixer(nn.Module):
     options: options of this instance, with values derived from the layer (the blocks of a grid) filled in.
     forms_matrix: whether the attention matrix is formed, so that masks and attention dropout work.
     takes_rotations: whether `forward` applies `ctx.rotate`; without it, models with a rotary embedding are refused.
-    sums_tokens: whether tokens interact in `operator` only, as context parallelism needs.
+    shares_tokens: whether tokens interact in `run` and in sums over `group` only, as context parallelism needs.
+    group: devices that share the tokens of each sample; None for one device.
     scale: factor on the scores.
     norm, gains, gate: applied to the output in this order: norm per head, learned gains (set by calibration), gate;
         None if absent. Attention maps are computed without norm and gate.
@@ -35,7 +38,8 @@ class Mixer(nn.Module):
     defaults: ClassVar[LocalOptions] = LocalOptions()
     forms_matrix: ClassVar[bool] = False
     takes_rotations: ClassVar[bool] = False
-    sums_tokens: ClassVar[bool] = False
+    shares_tokens: ClassVar[bool] = False
+    group: ProcessGroup | None = None
     options: LocalOptions
     tag: Tensor
 
@@ -98,14 +102,22 @@ class Mixer(nn.Module):
 
     def why_not_shared(self) -> str:
         """Reason why context parallelism cannot share the tokens between devices; empty if it can."""
-        if self.options.needs_grid:
-            return "needs the positions of tokens (depthwise, lepe, cpe, causal, blocks)"
-        if self.gains is not None or not self.sums_tokens:
-            return "reads the tokens of other devices itself (gains, or what this mixer computes)"
-        return ""
+        opt = self.options
+        if opt.depthwise or opt.lepe or opt.cpe:
+            return "convolves neighbouring tokens (depthwise, lepe, cpe), which other devices hold"
+        return "" if self.shares_tokens else "passes a state along its own order of the tokens, not that of the devices"
 
     def share(self, group: ProcessGroup) -> None:
         """Share the tokens of each sample among the devices of `group`; called only if `why_not_shared` is empty."""
+        for mixer in self.modules():  # with its branch
+            if isinstance(mixer, Mixer):
+                mixer.group = group
+
+    def run(self, operator: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        """Run an operator of `hla_kernels` on the tokens of this device, or of all devices that share them."""
+        if self.group is None:
+            return operator(q, k, v, **options)
+        return hla_kernels.sharded(operator, q, k, v, group=self.group, **options)
 
     def check(self, n_tokens: int, ctx: Context) -> None:
         """Raise ValueError for a rotation, mask, causality or missing grid that the mixer does not support."""
@@ -120,14 +132,15 @@ class Mixer(nn.Module):
         self.check_grid(n_tokens, ctx)
 
     def check_grid(self, n_tokens: int, ctx: Context) -> None:
-        """Raise ValueError if a grid is needed but missing, or does not match the number of tokens."""
+        """Raise ValueError if a grid is needed but missing, or does not match the number of tokens of one device."""
         if not self.options.needs_grid:
             return
         if ctx.grid is None:
             raise ValueError(
                 f"the mixer {self.name!r} with {self._why_grid()} needs a token grid, but these tokens have none"
             )
-        check_grid(n_tokens, ctx.grid, ctx.prefix, ctx.suffix)
+        if self.group is None:
+            check_grid(n_tokens, ctx.grid, ctx.prefix, ctx.suffix)
 
     def _why_grid(self) -> str:
         opt = self.options

@@ -1,9 +1,12 @@
 """Rank-augmented linear attention (RALA): keys are weighted by their similarity to the mean query."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hla_kernels.features import feature
+from hla_kernels.ranks.collectives import add_tokens
 from zoo.mixers.base import EPS
 from zoo.mixers.context import Context
 from zoo.mixers.hla import LinearAttention
@@ -25,7 +28,6 @@ class Rala(LinearAttention):
     """
 
     name = "rala"
-    sums_tokens = False
     defaults = TwoSidedRatioOptions(gate=True)
     options: TwoSidedRatioOptions
 
@@ -47,10 +49,22 @@ class Rala(LinearAttention):
 
         The mean of alpha over the real tokens is one.
         """
-        mean_query = mean_value(q, mask).unflatten(2, (k.shape[2], -1)).mean(3)  # [B, 1, Hk, D]
+        mean_query = mean_value(q, mask, self.group).unflatten(2, (k.shape[2], -1)).mean(3)  # [B, 1, Hk, D]
         scores = self.scale * (k * mean_query).sum(-1, keepdim=True, dtype=mean_query.dtype)
+        if self.group is not None:
+            return softmax_over_ranks(scores, self.group)
         if mask is None:
             return k.shape[1] * scores.softmax(1)
         valid = mask[:, :, None, None]
         alpha = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(1)
         return valid.sum(1, keepdim=True) * alpha
+
+
+def softmax_over_ranks(scores: Tensor, group: ProcessGroup) -> Tensor:
+    """Compute N softmax(scores) over the N tokens of all devices of `group`: scores [B, N of this device, Hk, 1]."""
+    least = scores.new_full((scores.shape[0], 1, *scores.shape[2:]), -torch.inf)
+    largest = torch.cat([least, scores.detach()], 1).amax(1, keepdim=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    weights = (scores - largest).exp()
+    total, count = add_tokens(weights, group)
+    return count * weights / total

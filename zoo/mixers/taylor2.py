@@ -58,6 +58,7 @@ class Taylor2(LinearMixer):
     """
 
     name = "taylor2"
+    shares_tokens = True
     operator = staticmethod(hla_kernels.taylor2)
     operator_packed = staticmethod(hla_kernels.taylor2_qkvpacked)
     defaults = TaylorOptions(feature_map="identity", normalize=True, center="k", mean_path=True)
@@ -98,16 +99,16 @@ class Taylor2(LinearMixer):
         """Mix (qkv), (q, k, v), or with a rotary embedding (q, k, rotated q, rotated k, v): the last three are used."""
         opt, c = self.options, self._operator_coefficients()
         if len(tensors) == 1:
-            return self.operator_packed(
-                tensors[0], c, normalize=opt.normalize, q_scale=self.scale, key_padding_mask=mask
+            return self.operate(
+                tensors[0], coefficients=c, normalize=opt.normalize, q_scale=self.scale, key_padding_mask=mask
             )
         q, k, v = tensors[-3:]
         narrow = None
         if opt.width is not None:
             pairs = ((q, self.narrow_q), (k, self.narrow_k))
             narrow = [torch.einsum("bnhd,hdr->bnhr", t, p.to(t.dtype)) for t, p in pairs]
-        return self.operator(
-            q, k, v, c, normalize=opt.normalize, q_scale=self.scale, key_padding_mask=mask, narrow=narrow
+        return self.operate(
+            q, k, v, coefficients=c, normalize=opt.normalize, q_scale=self.scale, key_padding_mask=mask, narrow=narrow
         )
 
     def _operator_coefficients(self) -> Tensor:

@@ -56,7 +56,7 @@ def prepare(
             "token_mask needs causal=False: the result of a causal token does not depend on what comes after it, so "
             "pad at the end with finite numbers such as zeros."
         )
-    _check_rotary(rotary, q)
+    check_rotary(rotary, q)
     if state is not None:
         check_state(state, kept, q, k, v)
     tables = None if rotary is None else (rotary[0], rotary[1])
@@ -135,7 +135,8 @@ def check_mixing(mixing: Any, layout: Layout, q: Tensor) -> None:
         raise ValueError(f"mixing must be on the device of q, {q.device}, got {mixing.device}.")
 
 
-def _check_rotary(rotary: Any, q: Tensor) -> None:
+def check_rotary(rotary: Any, q: Tensor) -> None:
+    """Raise ValueError unless rotary is None or the tables (cos, sin) of the tokens of q."""
     if rotary is None:
         return
     n, h, d = q.shape[1], q.shape[2], q.shape[3]

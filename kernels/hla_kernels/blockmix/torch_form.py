@@ -6,6 +6,7 @@ the size of the largest block; narrower blocks are padded with zeros. Plain diff
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,17 +62,20 @@ def evaluate(
     return to_tokens(live_heads(y if total is None else y / total, mask), q.dtype)
 
 
-def numerator(p: Prepared, mask: Tensor | None, options: BlockOptions) -> tuple[Tensor, Tensor | None]:
+def numerator(
+    p: Prepared, mask: Tensor | None, options: BlockOptions, by: Callable[..., Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return (W v, denominator W 1 + eps or None), [B, Hk, G, N, Dv] and [B, Hk, G, N, 1]; in one pass if both have the
-    same weights."""
+    same weights. by: returns W v; `weigh` by default."""
+    by = by or weigh
     if not options.normalize:
-        return weigh(*(p.turned or (p.phi_q, p.phi_k)), p.v, p.m, p.s, options), None
+        return by(*(p.turned or (p.phi_q, p.phi_k)), p.v, p.m, p.s, options), None
     ones = torch.ones_like(p.v[..., :1])
     if p.turned is None:
-        y, total = weigh(p.phi_q, p.phi_k, torch.cat([p.v, ones], -1), p.m, p.s, options).split((p.v.shape[-1], 1), -1)
+        y, total = by(p.phi_q, p.phi_k, torch.cat([p.v, ones], -1), p.m, p.s, options).split((p.v.shape[-1], 1), -1)
     else:
-        y = weigh(*p.turned, p.v, p.m, p.s, options)
-        total = weigh(p.phi_q, p.phi_k, ones, p.m, p.s, options)
+        y = by(*p.turned, p.v, p.m, p.s, options)
+        total = by(p.phi_q, p.phi_k, ones, p.m, p.s, options)
     if mask is not None:
         total = total.where(mask[:, None, None, :, None], 1)  # avoids 0 / 0 with eps = 0
     return y, total + options.eps
@@ -148,11 +152,19 @@ class Blocks:
 
 def two_sided_blocks(q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float | Tensor, order: str) -> Tensor:
     """Return q P~, q R~ P~ or q S~ C~, [.., M, W, E], for blocks [.., M, W, .]."""
+    return product(q, [mix(x, m) for x in block_moments(q, k, v, s, order)])
+
+
+def block_moments(q: Tensor, k: Tensor, v: Tensor, s: float | Tensor, order: str) -> tuple[Tensor, ...]:
+    """Return the moments (P,), (R, P) or (S, C) of blocks [.., M, W, .], [.., M, F, F or E] each."""
     if order == "la":
-        return q @ mix(k.mT @ v * s, m)
-    if order == "ahla":
-        return q @ (mix(k.mT @ q * s, m) @ mix(k.mT @ v * s, m))
-    return q @ (mix(k.mT @ k * s, m) @ mix(q.mT @ v * s, m))
+        return (k.mT @ v * s,)
+    return (k.mT @ q * s, k.mT @ v * s) if order == "ahla" else (k.mT @ k * s, q.mT @ v * s)
+
+
+def product(q: Tensor, mixed: Sequence[Tensor]) -> Tensor:
+    """Return q times one or two mixed moments of its block."""
+    return q @ (mixed[0] if len(mixed) == 1 else mixed[0] @ mixed[1])
 
 
 def used_blocks(layout: Layout, n: int) -> int:

@@ -1,7 +1,7 @@
 """Context parallelism of converted models: the tokens of a sample are shared by several devices.
 
-diffusers splits the tokens before the first block and gathers them after the last. Two-sided mixers sum their moments
-over the devices (`hla_kernels.sharded`); softmax layers use the implementation of diffusers.
+diffusers splits the tokens before the first block and gathers them after the last. Mixers exchange moments, states or
+heads (`hla_kernels.sharded`); softmax layers use the implementation of diffusers.
 """
 
 from typing import TYPE_CHECKING
@@ -33,14 +33,11 @@ def check_parallelism(
     for name in names:
         mixer = model.get_submodule(name).mixer
         if reason := mixer.why_not_shared():
-            raise ValueError(
-                f"the mixer {mixer.name!r} of {name} {reason}; context parallelism is exact for two-sided mixers that "
-                "sum over tokens"
-            )
+            raise ValueError(f"context parallelism is not supported: the mixer {mixer.name!r} of {name} {reason}")
 
 
 def share_tokens(model: ModelMixin) -> None:
-    """Make the mixers of `model` sum their moments over the devices that share its tokens."""
+    """Share the tokens of the mixers of `model` among the devices of its configuration."""
     parallel = model._parallel_config.context_parallel_config
     if parallel is None:
         return

@@ -96,12 +96,12 @@ def through_state(x: Heads) -> bool:
 
 
 def blocks(x: Heads) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of the tokens of each block."""
+    """Yield (first, last + 1) of the tokens of each block; (0, 0) without tokens."""
     n = x.q.shape[-2]
     d = (x.q if x.q2 is None else x.q2).shape[-1]
     width = x.q.shape[-1] + d * (d + 1) // 2 if through_state(x) else n
     size = max(SMALLEST, BLOCK // max(1, width * x.q.shape[:3].numel()))
-    for i in range(0, n, size):
+    for i in range(0, max(n, 1), size):
         yield i, min(i + size, n)
 
 

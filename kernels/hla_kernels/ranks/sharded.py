@@ -1,0 +1,84 @@
+"""Calls whose tokens are shared by the ranks of a process group. `ranks` lists what they exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checks import check_name
+from ..features import feature
+from ..hla.layout import to_heads, to_tokens
+from ..hla.moments import mixture_weights, moments, operator_matrix, read_out, token_sums
+from ..op import Call, prepare, run, run_multipole
+from ..options import OPS, compute_dtype, plain_precision
+from ..softmax.multipoles import PREPARE
+from .blocks import mix_blocks
+from .collectives import add_together, one_token
+from .heads import by_heads
+from .scan import scan
+from .taylor import expand
+
+ABSENT = ("key_padding_mask", "token_mask", "cu_seqlens", "state", "return_state")  # options of whole sequences
+
+
+def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: Any) -> Tensor:
+    """Return o [B, N, H, Dv] of this rank's tokens for `op` over the tokens of all ranks of `group`.
+
+    op: an operator or its name. q [B, N, H, D], k, v [B, N, Hk, .]: this rank's tokens; N may be 0 and may differ
+    between ranks. Where order matters (causal, grid), ranks hold consecutive tokens in their order. options: as
+    for the operator (grid: of all tokens; rotary, narrow: of this rank's), with coefficients or mixing by name. All
+    ranks must call this function with equal options, and all must run the backward pass. Gradients refer to the sum of
+    the losses of all ranks; the gradient of a tensor option (coefficients, mixing, decay) is this rank's share.
+
+    Raises ValueError like the operator, for masked and stateful calls, for causal mhla, for fewer key heads than ranks
+    if heads are exchanged, and for an impl other than "auto" and "torch".
+    """
+    name = str(getattr(op, "__name__", op))
+    check_name("operator", name, (*OPS, "mhla", "taylor2", *PREPARE))
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a process group of torch.distributed, or None for all ranks, got {group!r}.")
+    if options.get("impl") in ("reference", "triton"):
+        raise ValueError(f'impl="{options["impl"]}" cannot run tokens spread over ranks; use impl="auto".')
+    for absent in ABSENT:
+        if options.get(absent) not in (None, False):
+            raise ValueError(f"tokens spread over ranks have no {absent}: {name} must be called without it.")
+    if name == "mhla":
+        return mix_blocks(q, k, v, group, **options)
+    if name == "taylor2":
+        return expand(q, k, v, group, **options)
+    if name in PREPARE:
+        return by_heads(run_multipole, q, k, v, group, op=name, **{"impl": "auto", **options})
+    if name == "softmax_attention" or _is_ordered(name, options):
+        return by_heads(run, q, k, v, group, op=name, **options)
+    call = _prepare(name, q, k, v, **options)
+    with plain_precision(call.q):
+        return scan(call, group, **options) if call.options.causal else _evaluate(call, group)
+
+
+def _is_ordered(name: str, options: dict[str, Any]) -> bool:
+    """Whether a causal call has no states that can be merged at any token: shares may cut frames, and centred stages
+    have no summary (`merge`)."""
+    causal, centred = options.get("causal"), options.get("center") is not None
+    return causal == "frame" or bool(causal and centred and name != "linear_attention")
+
+
+def _prepare(name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
+    """Check a call; a rank without tokens, which takes part in the collectives, is checked with one token."""
+    call = prepare(name, *one_token(q, k, v), **options)
+    q, k, v = (x.to(checked.dtype) for x, checked in zip((q, k, v), (call.q, call.k, call.v), strict=True))
+    return call._replace(q=q, k=k, v=v)
+
+
+def _evaluate(call: Call, group: Any) -> Tensor:
+    """Add the token sums of all ranks and read the outputs of this rank's queries."""
+    dtype, n_key_heads = compute_dtype(call.q.dtype), call.k.shape[2]
+    q, k, v = (to_heads(x, n_key_heads, dtype) for x in (call.q, call.k, call.v))
+    q, k = feature(q, call.options.feature_map), feature(k, call.options.feature_map)
+    own = token_sums(call.op, q, k, v, call.options)
+    *totals, count = add_together([*own.values(), q.new_full((1,), q.shape[-2])], group)
+    sums, n = dict(zip(own, totals, strict=True)), count[0]
+    weights = None if call.coefficients is None else mixture_weights(call.coefficients, n_key_heads, dtype)
+    matrix = operator_matrix(call.op, moments(call.op, sums, n, call.options), weights)
+    return to_tokens(read_out(q, matrix, sums, n, call.options), call.q.dtype)

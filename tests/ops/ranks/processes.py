@@ -1,0 +1,40 @@
+"""Processes of a group on this machine, for tests of context parallelism."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Found = dict[str, dict[str, torch.Tensor]]
+
+
+def on_ranks(work: Callable[..., Found], ranks: int, folder: Path, *args: object, device: str = "cpu") -> list[Found]:
+    """Run `work(*args)` in `ranks` processes with gloo, or NCCL on GPUs, and return what each of them returned."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_start, (ranks, port, device, str(folder), work, args), nprocs=ranks)
+    return [torch.load(folder / str(rank), weights_only=True) for rank in range(ranks)]
+
+
+def _start(rank: int, ranks: int, port: int, device: str, folder: str, work: Callable, args: tuple) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch._C._get_accelerator = lambda: torch.device("cpu")  # diffusers asks which kind of device to use
+        torch.accelerator.device_count = lambda: ranks
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks)
+    found = {name: {n: t.cpu() for n, t in tensors.items()} for name, tensors in work(*args).items()}
+    torch.save(found, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+def gathered(parts: list[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    """Join tokens of the ranks, or add shares of the gradient of a tensor that all ranks have."""
+    return torch.cat(parts, 1) if whole.dim() == 4 else sum(parts, torch.zeros_like(whole))
