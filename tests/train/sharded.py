@@ -20,11 +20,11 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, re
 from tests.helpers.runs import tiny
 from zoo.config import from_tree
 from zoo.train.classification import ClassificationRun
-from zoo.train.denoising.dry_run import dry_run
 from zoo.train.denoising.model import without_label_dropout
-from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.run import DiffusionRun, DryDiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.distributed import create_accelerator, destroy_process_group, place
+from zoo.train.dry_run import dry_run
 from zoo.train.settings import TrainSettings
 
 KINDS = {"image": (ClassificationRun, TrainSettings), "diffusion": (DiffusionRun, DiffusionSettings)}
@@ -91,7 +91,7 @@ def carry_out(job: Job) -> None:
 
     settings = from_tree(schema, job.tree)
     if job.rehearsed:
-        dry_run(settings)
+        dry_run(settings, DryDiffusionRun)
         return
     run = Disturbed(settings)
     try:

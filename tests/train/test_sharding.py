@@ -171,7 +171,7 @@ def test_adapters_are_saved(runs):
     assert all(torch.allclose(found[0][k], found[1][k], atol=2e-7) for k in found[0])
 
 
-def test_the_rehearsal_of_two_processes_scores(runs):
+def test_two_processes_do_a_dry_run(runs):
     result = json.loads((runs / "rehearsal-dry-run" / "result.json").read_text())
     assert result["step"] == 1 and (runs / "rehearsal-dry-run" / "samples" / "step-00000001.png").is_file()
 

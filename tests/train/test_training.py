@@ -17,7 +17,8 @@ from tests.helpers.runs import TINY, run_tool, tiny
 from zoo import config
 from zoo.conversion.distill import FeatureDistillation
 from zoo.models.timm.model_files import load_model, read_recipe
-from zoo.train.classification import ClassificationRun, distillation_loss
+from zoo.train.classification import ClassificationRun, DryClassificationRun, distillation_loss
+from zoo.train.dry_run import dry_run
 from zoo.train.metrics_log import read_rows
 from zoo.train.optim import create_optimizer, create_schedule, parameter_groups
 from zoo.train.settings import OptimSettings, ScheduleSettings
@@ -370,3 +371,15 @@ def test_tensorboard_is_written_when_asked_for(tmp_path):
     pytest.importorskip("tensorboard")
     ClassificationRun(tiny(tmp_path, **STEPS, log={"trackers": ["tensorboard"]})).train()
     assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_a_dry_run_does_one_step_with_a_small_batch(tmp_path, capsys):
+    changes = {"data": {"batch_size": 50, "cache": True}, "optim": {"grad_accum_steps": 5, "ema": 0.9}}
+    found = dry_run(tiny(tmp_path / "run", **changes, run={"compile": True}), DryClassificationRun)
+    assert (found["step"], found["images_seen"], found["images"]) == (1, 4, 2)
+    folder = tmp_path / "run-dry-run"
+    assert not (tmp_path / "run").exists() and (folder / "checkpoints" / "step-00000001").is_dir()
+    said = capsys.readouterr().out
+    assert "a batch of 4 (the run has 50), without run.compile, validation on 2, a checkpoint and a resume" in said
+    with pytest.raises(ValueError, match="cannot be shared"):
+        dry_run(tiny(tmp_path / "run", **changes | {"data": {"batch_size": 51}}), DryClassificationRun)

@@ -28,6 +28,7 @@ from zoo.models.timm.model_files import (
 )
 from zoo.models.timm.patches import patches_as_products
 from zoo.train.distributed import build_device, pad_batches, place
+from zoo.train.dry_run import VALIDATED, DryRun
 from zoo.train.loop import TrainingRun
 from zoo.train.metrics_log import Row
 from zoo.train.model import start_classifier
@@ -104,6 +105,15 @@ class ClassificationRun(TrainingRun[Batch]):
             if self.main:
                 save_weights(full, recipe, self.folder / file, self.step)
         return recipe.describe()
+
+
+class DryClassificationRun(DryRun, ClassificationRun):
+    """A dry run of a classification run."""
+
+    def set_up(self) -> None:
+        ClassificationRun.set_up(self)
+        self.setup.n_val = min(self.setup.n_val, VALIDATED)
+        self.shorten()
 
 
 @dataclass

@@ -76,7 +76,7 @@ class TrainingRun(ABC, Generic[B]):
         try:
             self._prepare()
         except BaseException:
-            self._release()
+            self.close()
             raise
 
     def _prepare(self) -> None:
@@ -114,7 +114,8 @@ class TrainingRun(ABC, Generic[B]):
             begin_folder(settings)
             self.begin()
 
-    def _release(self) -> None:
+    def close(self) -> None:
+        """Release the lock of the run folder, as `train` does at its end."""
         if self.lock is not None:
             self.lock.release()
 
@@ -161,7 +162,7 @@ class TrainingRun(ABC, Generic[B]):
         try:
             return self._train()
         finally:
-            self._release()
+            self.close()
 
     def _train(self) -> Row:
         settings = self.settings
@@ -285,8 +286,7 @@ class TrainingRun(ABC, Generic[B]):
         if self.main:
             prune(checkpoint.parent, self.settings.run.keep_checkpoints)
         where = f", newer ones set aside as {', '.join(str(path) for path in aside)}" if aside else ""
-        at = f"at step {self.step} of {self.last_step}{where}"
-        self.accelerator.print(f"continuing {self.folder} {at}", flush=True)
+        self.accelerator.print(f"continuing {self.folder} at step {self.step} of {self.last_step}{where}", flush=True)
 
     def _load(self, checkpoint: Path) -> None:
         if step_of(checkpoint) > self.last_step:

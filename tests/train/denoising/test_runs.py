@@ -16,8 +16,8 @@ from zoo.conversion.distill import AttentionDistillation, relative_distance
 from zoo.conversion.hooks import layers_of
 from zoo.diffusion.loading import load_transformer
 from zoo.models.diffusers.dit import initialise
-from zoo.train.denoising.dry_run import dry_run
-from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.run import DiffusionRun, DryDiffusionRun
+from zoo.train.dry_run import dry_run
 from zoo.train.metrics_log import read_rows
 
 
@@ -193,14 +193,16 @@ def test_adapters_train_few_weights_and_the_saved_model_has_them_merged(softmax_
     assert (tmp_path / "adapters.safetensors").is_file()
 
 
-def test_a_dry_run_does_everything_once(softmax_run, tmp_path):
+def test_a_dry_run_does_everything_once(softmax_run, tmp_path, capsys):
     model = {"kwargs": {}, "checkpoint": str(softmax_run), "mixer": "hla2"}
-    found = dry_run(tiny(tmp_path / "run", model=model, distill={"teacher": "source"}))
-    assert found["step"] == 1 and found["frechet_of_pixels"] > 0
+    settings = tiny(tmp_path / "run", model=model, distill={"teacher": "source"}, optim={"grad_accum_steps": 5})
+    found = dry_run(settings, DryDiffusionRun)
+    assert found["step"] == 1 and found["images_seen"] == 4 and found["val_images"] == 2
+    assert "one step with a batch of 4 (the run has 20), validation on 2, samples" in capsys.readouterr().out
     folder = tmp_path / "run-dry-run"
     assert not (tmp_path / "run").exists() and (folder / "samples" / "step-00000001.png").is_file()
     assert (folder / "transformer_ema" / "config.json").is_file()
-    dry_run(tiny(tmp_path / "run", model=model))  # a second time in the same place
+    dry_run(tiny(tmp_path / "run", model=model), DryDiffusionRun)  # a second time in the same place
 
 
 def test_samples_of_the_teacher_are_data_for_a_conversion(softmax_run, tmp_path):

@@ -14,8 +14,8 @@ from zoo.diffusion.objectives import FlowMatching, create_objective
 from zoo.diffusion.settings import ObjectiveSettings
 from zoo.eval.sample_settings import SampleOptions
 from zoo.eval.sampling import open_sampler
-from zoo.train.denoising.dry_run import dry_run
-from zoo.train.denoising.run import DiffusionRun
+from zoo.train.denoising.run import DiffusionRun, DryDiffusionRun
+from zoo.train.dry_run import dry_run
 
 BOUNDARY = 0.7
 
@@ -73,7 +73,7 @@ def test_a_run_notes_its_times_and_another_goes_on_with_them(tmp_path, trained, 
 
 def test_a_dry_run_of_one_draws_no_samples_of_its_run(tmp_path, latents, pipe):
     run = run_of(tmp_path / "run", pipe, latents, {"subfolder": "transformer_2", "mixer": "la"})
-    assert dry_run(run.settings)["step"] == 1
+    assert dry_run(run.settings, DryDiffusionRun)["step"] == 1
     assert not (tmp_path / "run-dry-run" / "samples").exists()
 
 

@@ -167,10 +167,11 @@ class ClipSamples:
         self.metadata: Tree = {"space": "pixels", **sizes, "classes": self.classes}
         self.train_clips, self.train_labels = _decoded(train, "training clips", most)
         self.val_clips, self.val_labels = _decoded(val, "validation clips", most)
-        self.n_train, self.n_val = len(self.train_clips), len(self.val_clips)
+        self.n_train, self.n_val = len(self.train_clips) if most is None else len(train), len(self.val_clips)
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[DiffusionBatch]:
         for numbers, mirrored in plan.mirrored(first, last, self.seed, self.hflip):
+            numbers = numbers % len(self.train_clips)  # a dry run decodes only the first clips
             batch = self._batch(self.train_clips, self.train_labels, numbers)
             flip = torch.from_numpy(mirrored).to(self.device).view(-1, 1, 1, 1, 1)
             yield batch._replace(x0=torch.where(flip, batch.x0.flip(-1), batch.x0))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from zoo.train.denoising.data import Samples, open_samples
 from zoo.train.denoising.model import ModelRequirements
 from zoo.train.denoising.settings import DenoiserSettings, DiffusionSettings, TeacherSettings
 from zoo.train.distributed import build_device, pad_batches, place
+from zoo.train.dry_run import VALIDATED, DryRun
 from zoo.train.loop import TrainingRun
 from zoo.train.metrics_log import Row
 from zoo.train.settings import ScheduleSettings
@@ -87,7 +89,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
     settings: DiffusionSettings
     model_settings: DenoiserSettings
     metric = ("val_loss", "validation loss")
-    most_clips: int | None = None  # maximum number of clips to decode per video data set
+    most_clips: int | None = None  # maximum number of validation clips, and of training clips, to decode
 
     def set_up(self) -> None:
         settings, accelerator = self.settings, self.accelerator
@@ -309,3 +311,19 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
                 save_tensors(adapters, digest_header(adapters, self.step), self.folder / ADAPTERS)
         mixer, name = settings.model.mixer, type(found).__name__
         return f"{name} with the mixer {mixer}" if mixer else name
+
+
+class DryDiffusionRun(DryRun, DiffusionRun):
+    """A dry run of a diffusion run."""
+
+    @classmethod
+    def shortened(cls, settings: DiffusionSettings) -> DiffusionSettings:
+        sample, alone = settings.sample, models.times_of(settings.model) == ALL
+        preview = replace(sample, every=int(alone), count=min(sample.count, VALIDATED), steps=2)
+        short: DiffusionSettings = super().shortened(settings)
+        return replace(short, sample=preview, data=replace(short.data, val_images=VALIDATED))
+
+    def set_up(self) -> None:
+        self.most_clips = max(self.most_images(), VALIDATED)
+        DiffusionRun.set_up(self)
+        self.shorten()
