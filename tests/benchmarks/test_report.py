@@ -119,11 +119,10 @@ def test_tables_of_the_readme(tmp_path, monkeypatch):
     (tmp_path / "docs" / "results" / "kernels-h200.json").write_text(json.dumps(kernel_fixture()))
     marks = "<!-- results:kernels-h200 -->\n<!-- /results -->\n<!-- results:models-h200 -->\n<!-- /results -->\n"
     (tmp_path / "README.md").write_text(marks)
-    everything = tmp_path / "docs" / "experiments.md"
-    everything.write_text("<!-- results:kernels-h200-all -->\n<!-- /results -->\n")
     monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["readme_tables.py"])
     assert readme_tables.main() == 0
     text = (tmp_path / "README.md").read_text()
     assert "\n| ahla | " in text and "`python tools/benchmark.py models` was not run yet." in text
-    assert "| ViT-S 224 | ahla |" in everything.read_text()
+    assert "| ViT-S 224 | ahla |" in (tmp_path / "docs" / "results" / "kernels-h200.md").read_text()
+    assert "[Operators](kernels-h200.md)" in (tmp_path / "docs" / "results" / "index.md").read_text()

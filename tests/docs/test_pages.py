@@ -17,8 +17,10 @@ from zoo.recipes.settings import RecipeSettings, from_words
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.settings import TrainSettings
 
+DOCS = ROOT / "docs"
 PAGES = ("quickstart", "concepts", "adaptive_multipole")
-WRITTEN = [*(ROOT / "docs" / f"{name}.md" for name in PAGES), *sorted((ROOT / "docs").glob("howto/*.md"))]
+WRITTEN = [*(DOCS / f"{name}.md" for name in PAGES), *sorted(DOCS.glob("howto/*.md"))]
+ALL = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")})
 SCHEMAS = {
     "train-classifier": TrainSettings,
     "finetune-diffusion": DiffusionSettings,
@@ -76,7 +78,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
     assert "zoo" in names
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", ALL, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_have_targets(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -87,3 +89,9 @@ def test_links_have_targets(page):
         titles = re.findall(r"^#+ (.*)$", file.read_text() if anchor else "", re.MULTILINE)  # it may be a picture
         anchors = [re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles]
         assert not anchor or anchor in anchors, target
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_names_a_commit(page):
+    words = re.findall(r"(?<![\w-])[0-9a-f]{7,40}(?![\w-])", page.read_text())
+    assert not [word for word in words if re.search("[a-f]", word) and re.search("[0-9]", word)]
