@@ -1,32 +1,65 @@
 """Density of adaptive multipole attention by denoising step."""
 
+import diffusers
 import pytest
 import torch
 
 import zoo
 from tests.helpers.tiny_diffusers import converted, inputs, run
-from zoo.diffusion.density import schedule_density
+from tests.helpers.tiny_pipelines import pipeline
+from zoo.diffusion.density import DensitySchedule
+from zoo.diffusion.samplers import denoise
+from zoo.mixers.multipole import Multipole
 
 ADAPTIVE = {"select": "error", "q_tile": 16, "k_tile": 4, "density": 0.1}
 
 
-def at(model, time):
+def output(model, time):
     """The output at a time step."""
     with torch.no_grad():
         return run(model.eval(), {**inputs("dit"), "timestep": torch.full((2,), time)})
 
 
-def test_the_first_step_is_exact_and_every_batch_begins_anew():
+def test_the_first_steps_are_exact_and_every_batch_begins_anew():
     model, own = (converted("dit", "multipole", **ADAPTIVE) for _ in range(2))
-    softmax = converted("dit", "softmax")
-    schedule_density([model], [[0, 1.0], [2, 0.5], [3, 0]])
     half = converted("dit", "multipole", **{**ADAPTIVE, "density": 0.5})
-    for _ in range(2):  # two batches; guidance may call the model twice per step
-        for time in (900, 900, 700):
-            torch.testing.assert_close(at(model, time), at(softmax, time))
-            assert not torch.equal(at(own, time), at(model, time))
-        assert torch.equal(at(model, 500), at(half, 500))
-        assert torch.equal(at(model, 300), at(own, 300)) and torch.equal(at(model, 100), at(own, 100))
+    expected = [converted("dit", "softmax")] * 2 + [half] + [own] * 2
+    scheduler = diffusers.DDIMScheduler()
+    schedule = DensitySchedule([model], scheduler, [[0, 1.0], [2, 0.5], [3, 0]])
+    checked = []
+
+    def predict(x, t):
+        step = len(checked) % 5
+        for _ in range(2):  # guidance may call the model twice per step
+            torch.testing.assert_close(output(model, int(t)), output(expected[step], int(t)))
+        checked.append(torch.equal(output(model, int(t)), output(own, int(t))))
+        return x
+
+    for _ in range(2):  # two batches
+        with schedule:
+            denoise(scheduler, torch.randn(2, 4, 8, 8), 5, predict)
+        assert torch.equal(output(model, 900), output(own, 900))  # undone
+    assert checked == [False, False, False, True, True] * 2
+    assert "step" not in vars(scheduler) and "set_timesteps" not in vars(scheduler)
+
+
+def test_steps_are_counted_where_16_bits_make_neighbouring_times_equal():
+    """A pipeline of Flux in bfloat16 gives its model times that are rounded to 8 bits."""
+    pipe, arguments = pipeline("flux")
+    zoo.convert(pipe, "multipole", **ADAPTIVE)
+    pipe.to(torch.bfloat16)
+    layer = next(m for m in pipe.transformer.modules() if isinstance(m, Multipole))
+    seen = []
+    pipe.transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((float(kwargs["timestep"][0]), layer.density)), with_kwargs=True
+    )
+    schedule = [[0, 1.0], [300, 0.5], [301, 0]]
+    cast = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in arguments.items()}
+    with DensitySchedule([pipe.transformer], pipe.scheduler, schedule), torch.no_grad():
+        pipe(**cast | {"num_inference_steps": 400})
+    times = [time for time, _ in seen]
+    assert len(set(times)) < len(times) == 400
+    assert [density for _, density in seen] == [1.0] * 300 + [0.5] + [0.1] * 99
 
 
 @pytest.mark.parametrize(
@@ -34,11 +67,11 @@ def test_the_first_step_is_exact_and_every_batch_begins_anew():
 )
 def test_steps_that_are_refused(steps):
     with pytest.raises(ValueError, match="first step"):
-        schedule_density([converted("dit", "multipole", **ADAPTIVE)], steps)
+        DensitySchedule([converted("dit", "multipole", **ADAPTIVE)], diffusers.DDIMScheduler(), steps)
 
 
 def test_models_without_adaptive_layers_are_refused():
     for mixer in ("la", "multipole"):
         with pytest.raises(ValueError, match="there is none"):
-            schedule_density([converted("dit", mixer)], [[0, 1.0]])
+            DensitySchedule([converted("dit", mixer)], diffusers.DDIMScheduler(), [[0, 1.0]])
     assert zoo.MIXERS["multipole"].defaults.density == 0.125

@@ -6,6 +6,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 import zoo
+from tests.helpers.sampling import whole_and_streamed
 from tests.helpers.tiny_diffusers import converted, inputs, run, sites
 from tests.helpers.tiny_video import tiny_pipeline
 from tests.helpers.video_runs import PIXELS, settings
@@ -122,12 +123,7 @@ def test_a_pipeline_of_wan_streams_its_videos(tmp_path):
     model.save_pretrained(tmp_path / "frames")
     (tmp_path / "prompts.txt").write_text("3\n")
     shape = {"size": 16, "frames": 17, "steps": 2, "guidance": 3.0, "prompts": str(tmp_path / "prompts.txt")}
-    found = []
-    for stream in (False, True):
-        options = SampleOptions(model=str(tmp_path / "frames"), base=pipe, stream=stream, **shape)
-        sampler = open_sampler(options, "cpu")
-        sampler.chunk = 2  # latent frames, of 5
-        found.append(sampler([0]).int())
+    found = whole_and_streamed(tmp_path / "frames", pipe, shape)
     assert found[0].shape == (1, 3, 17, 16, 16) and (found[0] - found[1]).abs().max() <= 1
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import zoo
+from tests.helpers.sampling import whole_and_streamed
 from tests.helpers.tiny_diffusion import letters
 from tests.helpers.tiny_video import write_moving_digits
 from zoo import config
@@ -88,12 +89,7 @@ def test_a_frame_causal_ltx_streams_the_videos_of_its_pipeline(tmp_path, pipe):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a b\n")
     shape = {"size": 32, "width": 64, "frames": 17, "steps": 2, "guidance": 3.0, "prompts": str(prompts)}
-    found = []
-    for stream in (False, True):
-        options = SampleOptions(model=str(tmp_path / "frames"), base=pipe, stream=stream, **shape)
-        sampler = open_sampler(options, "cpu")
-        sampler.chunk = 2  # latent frames, of 5
-        found.append(sampler([0]).int())
+    found = whole_and_streamed(tmp_path / "frames", pipe, shape)
     assert found[0].shape == (1, 3, 17, 32, 64) and (found[0] - found[1]).abs().max() <= 1
     with pytest.raises(ValueError, match="causal='frame' in every attention layer"):
         open_sampler(SampleOptions(model=pipe, stream=True, **shape), "cpu")

@@ -1,45 +1,79 @@
 """Density of adaptive multipole attention per denoising step."""
 
+import functools
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 from typing import Any
 
-import torch
-from torch import nn
+from diffusers import SchedulerMixin
+from torch import Tensor, nn
 
+from zoo.diffusion.samplers import Sampler
 from zoo.mixers.multipole import Multipole
 
 
-def schedule_density(models: Iterable[nn.Module], steps: Sequence[Sequence[float]]) -> "DensitySchedule":
-    """Set the density of all adaptive `multipole` layers of some denoisers by the denoising step, in place.
-
-    steps: pairs (first step, density); a density of 0 is each layer's own. [[0, 1.0], [2, 0]] computes the first two
-    steps exactly. Raises ValueError for other pairs, and for models without such a layer.
-    """
-    return DensitySchedule(list(models), steps)
-
-
 class DensitySchedule:
-    """Forward hook of denoisers; see `schedule_density`. A step ends when the argument `timestep` decreases, and the
-    sampling of a batch when it increases."""
+    """Context in which the adaptive `multipole` layers of some denoisers have a density that depends on the step.
 
-    def __init__(self, models: Sequence[nn.Module], steps: Sequence[Sequence[float]]) -> None:
-        self.steps = check_steps(steps)
+    scheduler: scheduler of diffusers of the sampling. A call of `scheduler.step` ends a step, and a call of
+    `scheduler.set_timesteps` begins anew.  steps: pairs (first step, density); a density of 0 is each layer's own.
+    [[0, 1.0], [2, 0]] computes the first two steps exactly.
+
+    Raises ValueError for other pairs, and for models without such a layer.
+    """
+
+    def __init__(
+        self, models: Iterable[nn.Module], scheduler: SchedulerMixin, steps: Sequence[Sequence[float]]
+    ) -> None:
+        self.scheduler, self.steps, self.step = scheduler, check_steps(steps), 0
         layers = [m for model in models for m in model.modules() if isinstance(m, Multipole)]
         self.layers = [(m, m.density) for m in layers if m.options.select != "near"]
         if not self.layers:
             raise ValueError("density needs layers of multipole with select='error', 'mass' or 'mean': there is none")
-        self.step, self.time = 0, float("inf")
-        for model in models:
-            model.register_forward_pre_hook(self.before, with_kwargs=True)
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """Set the densities before a call of a denoiser."""
-        time = float(torch.as_tensor(given["timestep"]).max())
-        self.step = 0 if time > self.time or self.time == float("inf") else self.step + (time < self.time)
-        self.time = time
-        density = [x for first, x in self.steps if first <= self.step][-1]
+    def __enter__(self) -> None:
+        self.begin_step(0)
+        set_timesteps, step = self.scheduler.set_timesteps, self.scheduler.step
+
+        @functools.wraps(set_timesteps)  # pipelines read its signature
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self.begin_step(0)
+            return set_timesteps(*args, **kwargs)
+
+        @functools.wraps(step)
+        def advance(*args: Any, **kwargs: Any) -> Any:
+            found = step(*args, **kwargs)
+            self.begin_step(self.step + 1)
+            return found
+
+        self.scheduler.set_timesteps, self.scheduler.step = begin, advance
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self.scheduler.set_timesteps, self.scheduler.step  # the methods of its class are visible again
+        for layer, own in self.layers:
+            layer.density = own
+
+    def begin_step(self, step: int) -> None:
+        """Set the densities of a step."""
+        self.step = step
+        density = [x for first, x in self.steps if first <= step][-1]
         for layer, own in self.layers:
             layer.density = density or own
+
+
+class ScheduledSampler:
+    """A sampler whose calls run in a `DensitySchedule`."""
+
+    def __init__(self, sampler: Sampler, schedule: DensitySchedule) -> None:
+        self.sampler, self.schedule = sampler, schedule
+        self.fps, self.column = sampler.fps, sampler.column
+        self.labels, self.metadata = sampler.labels, sampler.metadata
+
+    def __call__(self, numbers: Sequence[int]) -> Tensor:
+        with self.schedule:
+            return self.sampler(numbers)
 
 
 def check_steps(steps: Sequence[Sequence[float]]) -> list[tuple[int, float]]:

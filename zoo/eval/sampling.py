@@ -4,11 +4,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from diffusers import SchedulerMixin
 
 from zoo.config import Tree
 from zoo.data.progress import progress
-from zoo.diffusion.density import schedule_density
-from zoo.diffusion.loading import compile_blocks, open_model, open_scheduler
+from zoo.diffusion.density import DensitySchedule, ScheduledSampler
+from zoo.diffusion.loading import LoadedModel, compile_blocks, open_model, open_scheduler
 from zoo.diffusion.samplers import ClassSampler, Sampler, TextSampler
 from zoo.diffusion.video_samplers import ClassVideoSampler, VideoSampler
 from zoo.eval.fid.features import processes
@@ -27,8 +28,13 @@ def open_sampler(options: SampleOptions, device: torch.device | str) -> Sampler:
     if options.compile:
         for model in found.denoisers():
             compile_blocks(model)
+    sampler = _create_sampler(options, found, scheduler)
     if options.density:
-        schedule_density(found.denoisers(), options.density)
+        return ScheduledSampler(sampler, DensitySchedule(found.denoisers(), scheduler, options.density))
+    return sampler
+
+
+def _create_sampler(options: SampleOptions, found: LoadedModel, scheduler: SchedulerMixin) -> Sampler:
     shared: Tree = {"steps": options.steps, "seed": options.seed, "size": options.size}
     if options.guidance is not None:
         shared["guidance"] = options.guidance

@@ -85,7 +85,11 @@ def _compiled(fn, args, kwargs, products: bool) -> dict:
             attributes |= {(i, j): [["tt.divisibility", 16]] for j in even}
         if isinstance(given[name], torch.Tensor):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn, signature, constants, attributes)
+    return judged(fn, ASTSource(fn, signature, constants, attributes), options, products)
+
+
+def judged(fn, source: ASTSource, options: dict, products: bool = False) -> dict:
+    """What `compile_call` says of a kernel, compiled now. Asserts that it has none of the faults of the compilers."""
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
