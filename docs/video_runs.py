@@ -30,7 +30,7 @@ from zoo.train.metrics_log import read_rows
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))  # where the benchmarks are
 
-from benchmarks.quality_results import quality_row  # noqa: E402
+from benchmarks.quality import quality_row  # noqa: E402
 
 RUNS = Path("runs/clips")
 SIZE, SHARE = (96, 160), 3 / 5  # pixels of the cut videos, and the part of each for training

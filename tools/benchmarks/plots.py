@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import efficiency
 from benchmarks.shapes import OPS, PASSES, SHAPES
 from zoo.plotting import COLORS, legend_below, plain_axes, pyplot, save_figure
 
@@ -105,4 +106,30 @@ def draw_video(result: Row, file: Path) -> None:
     axes.set_ylabel("speed relative to softmax (bars: ms per step)")
     plain_axes(axes, "y")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    save_figure(figure, file, dpi=130)
+
+
+def draw_scaling(result: Row, file: Path) -> None:
+    """Draw lines: parallel efficiency against the number of GPUs, one panel per model, tokens and mode."""
+    plt, rows = pyplot(), result["rows"]
+    cases = list(dict.fromkeys((row["model"], row["tokens"], row["mode"]) for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows if row["gpus"] > 1))
+    colors = dict(zip(methods, COLORS, strict=False))
+    figure, panels = plt.subplots(
+        1, len(cases), figsize=(3 * len(cases), 3.4), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, case in zip(panels[0], cases, strict=True):
+        for method, color in colors.items():
+            own = [r for r in rows if (r["model"], r["tokens"], r["mode"], r["method"]) == (*case, method)]
+            found = ((row["gpus"], efficiency(rows, row)) for row in own)
+            points = [(1, 1.0), *sorted((n, pair[0]) for n, pair in found if pair is not None)]
+            if len(points) > 1:
+                axes.plot(*zip(*points, strict=True), color=color, marker="o", label=method)
+        gpus = sorted({row["gpus"] for row in rows})
+        axes.set(title="{}, {} tokens, {}".format(*case), xlabel="GPUs", xticks=gpus, ylim=(0, 1.1))
+        axes.title.set_fontsize(8)
+        axes.legend(frameon=False, fontsize=8, loc="lower left")
+        plain_axes(axes)
+    panels[0][0].set_ylabel("efficiency T1 / (n Tn)")
+    figure.suptitle(f"Scaling, {result['hardware']}", fontsize=11)
     save_figure(figure, file, dpi=130)

@@ -1,4 +1,4 @@
-"""Device time of a step by part: attention operator, matrix products, and the rest.
+"""Device time of a step by part (attention operator, matrix products, rest), and bytes sent to GPUs.
 
 A kernel belongs to the operator that launched it, found from the profiler's call stack in forward and backward. With
 torch.compile, work fused into a matrix product counts as the product, other fused kernels as the rest.
@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PARTS = ("attention", "matmul", "rest")
 ATTENTION = ("scaleddotproduct", "hlakernels::")
 MATMUL = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
 # calls of the driver are numbered by themselves: one that no operator made may have the number of an operator
 DRIVER = re.compile("cu(da)?[A-Z]")
+# how often a GPU sends (n - 1) / n of the whole tensor, by collective
+SENT = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1, "broadcast": 1}
 
 
 def part_of(names: Iterable[str]) -> str:
@@ -79,3 +83,26 @@ def _chains(events: Iterable[Any]) -> dict[int, tuple[str, ...]]:
         chains[x.correlation_id()] = (x.name(), *outer)
         calls.append(x)
     return chains
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that this GPU sends to n - 1 others in the collectives of a step, as in a ring."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n, self.bytes = n, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2].replace("_", "")
+            times = next((times for word, times in SENT.items() if name.startswith(word)), 0)
+            self.bytes += times * (self.n - 1) / self.n * max(map(_size, (*args, out)))
+        return out
+
+
+def _size(x: Any) -> int:
+    """Return the bytes of a tensor, or of all tensors in a list; 0 for other arguments."""
+    if isinstance(x, Tensor):
+        return x.numel() * x.element_size()
+    return sum(map(_size, x)) if isinstance(x, list | tuple) else 0

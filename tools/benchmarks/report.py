@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from benchmarks import adaptive, causal, fidelity, host
+from benchmarks import adaptive, causal, fidelity, host, scaling
 from benchmarks.shapes import ALL_SHAPES, MIXED_TARGETS, OPS, PASSES, SHAPES, SLOWDOWN, Shape
 from zoo.io import markdown_table
 
@@ -13,7 +13,8 @@ WAN_TARGETS = {"mhla": 2.4, "ahla": 2.4, "mhla every:3": 1.7, "ahla every:3": 1.
 FIXED = (("fixed", True),)  # coefficients that need no gradient
 PLAIN = ((), FIXED)
 PAIR = (("feature_map", "softmax_pair"), ("normalize", True))
-FAILED = ("model", "size", "mode", "weights", "shape", "impl", "mixer", "op")  # keys that identify a failed case
+# keys that identify a failed case
+FAILED = ("model", "size", "tokens", "mode", "weights", "shape", "impl", "mixer", "method", "gpus", "op")
 
 
 def kernels(result: Row) -> str:
@@ -329,6 +330,31 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join(markdown_table(head, lines))
 
 
+def efficiency(rows: list[Row], row: Row) -> tuple[float, float] | None:
+    """Return T1 / (n Tn) and the largest relative difference of losses from one GPU, or None without that row."""
+    names = [name for name in scaling.KEY if name not in ("method", "gpus")]
+    first = [r for r in rows if r["gpus"] == 1 and r["method"] == scaling.alone(row["method"])]
+    for one in first:
+        if all(one[name] == row[name] for name in names) and one.get("layers") == row.get("layers"):
+            apart = max(abs(a - b) / abs(b) for a, b in zip(row["results"], one["results"], strict=True))
+            return one["ms"] / (row["gpus"] * row["ms"]), apart
+    return None
+
+
+def scaled(result: Row) -> str:
+    """Return the scaling table: one line per case and number of GPUs."""
+    head = ["model", "layers", "tokens", "mode", "method", "GPUs", "ms per step", "images/s", "efficiency"]
+    head += ["MiB sent per GPU", "peak MiB per GPU", "difference"]
+    lines = []
+    for row in result["rows"]:
+        found = efficiency(result["rows"], row)
+        cells = [row["model"], str(row.get("layers", "all")), str(row["tokens"]), row["mode"], row["method"]]
+        cells += [str(row["gpus"]), f"{row['ms']:.1f}", str(row.get("per_second", "-"))]
+        cells += ["-", "-"] if found is None else [f"{found[0]:.2f}", f"{found[1]:.1e}"]
+        lines.append([*cells[:-1], f"{row['sent_mib']:.1f}", str(row["peak_mib"]), cells[-1]])
+    return f"{_table(head, lines)}\n\n{failures(result)}".rstrip()
+
+
 TEXT = {
     "kernels": kernels,
     "models": models,
@@ -337,4 +363,5 @@ TEXT = {
     "causal": causal.text,
     "host": host.text,
     "fidelity": fidelity.text,
+    "scaling": scaled,
 }

@@ -1,0 +1,84 @@
+"""The scaling table, measured by two processes on tiny models."""
+
+import json
+
+import benchmark
+import pytest
+import torch
+
+from benchmarks import report, scaling
+from zoo.models.convert import swap
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scaling")
+    files = [f"json={folder}/scaling.json", f"picture={folder}/scaling.png"]
+    methods = "methods=[softmax ulysses,la,mhla]"
+    benchmark.main(["scaling", "tiny=true", f"layers={LAYERS}", "steps=1", "models=[vit_small]", methods, *files])
+    assert (folder / "scaling.png").stat().st_size > 1000
+    return json.loads((folder / "scaling.json").read_text())
+
+
+def row(result, **key):
+    (found,) = (r for r in result["rows"] if all(r[name] == value for name, value in key.items()))
+    return found
+
+
+def test_all_cases_are_measured(result):
+    found = {(r["model"], r["tokens"], r["mode"], r["method"], r["gpus"]) for r in result["rows"]}
+    context = {
+        ("wan_1.3b", tokens, mode, method, gpus)
+        for tokens, mode in ((12, "infer"), (24, "infer"), (12, "train"))
+        for method, gpus in (("softmax", 1), ("la", 1), ("mhla", 1), ("softmax ulysses", 2), ("la", 2), ("mhla", 2))
+    }
+    assert found == context | {("vit_small", 5, "train", "one GPU", 1), ("vit_small", 5, "train", "ddp", 2)}
+    assert [(r["method"], r["reason"]) for r in result["failed"]] == [
+        ("fsdp2", "ValueError: accelerate shards weights on GPUs only")
+    ]
+
+
+def test_losses_equal_those_of_one_process(result):
+    for r in result["rows"]:
+        if r["gpus"] == 2:
+            _, apart = report.efficiency(result["rows"], r)
+            assert apart < (1e-6 if r["model"] == "vit_small" else 3e-3), r  # Wan: bfloat16, and Adam's first steps
+
+
+def test_bytes_of_linear_attention_are_its_moments(result):
+    # per layer K'V and a count, and for the denominator the moment of the norms of 8 pairs with 16 ones; float32
+    heads, width, pairs, ones = 4, 16, 8, 16
+    moments = 4 * LAYERS * (heads * width * width + 1 + heads * pairs * ones + 1)  # 2 (n - 1) / n of them
+    for tokens in (12, 24):
+        output = tokens * 64 * 2  # 16 channels of 4 pixels in bfloat16, of which each process sends its half
+        sent = row(result, model="wan_1.3b", method="la", gpus=2, tokens=tokens, mode="infer")["sent_mib"] * 2**20
+        assert sent == pytest.approx(moments + output / 2, abs=2)
+
+
+def test_bytes_of_ddp_are_the_gradients(result):
+    model = scaling.DATA_MODELS["vit_small"].build(32, True)
+    swap(model, "la")
+    size = 4 * sum(p.numel() for p in model.parameters())
+    sent = row(result, method="ddp")["sent_mib"] * 2**20
+    assert 0 <= sent - size < 400  # 2 (n - 1) / n of them, the loss, and the tags that DDP broadcasts
+
+
+def test_efficiency():
+    shared = {"model": "wan_1.3b", "tokens": 12, "mode": "infer", "layers": 2}
+    one = {**shared, "method": "softmax", "gpus": 1, "ms": 8.0, "results": [2.0, 4.0]}
+    four = {**shared, "method": "softmax ring", "gpus": 4, "ms": 2.5, "results": [2.0, 4.1]}
+    assert report.efficiency([one, four], four) == pytest.approx((0.8, 0.025))
+    assert report.efficiency([four], four) is None
+    assert report.efficiency([{**one, "layers": 30}, four], four) is None
+
+
+def test_several_gpus_are_asked_for():
+    with pytest.raises(ValueError, match="Did you mean 'softmax ring'"):
+        scaling.ScalingSettings(methods=["softmax rings"])
+    with pytest.raises(ValueError, match="sizes must be among"):
+        scaling.ScalingSettings(sizes=[1080])
+    if torch.cuda.device_count() < 64:
+        with pytest.raises(ValueError, match=r"torch sees none here|this machine has"):
+            scaling.run(scaling.ScalingSettings(gpus=[64]), "")

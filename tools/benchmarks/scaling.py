@@ -1,0 +1,399 @@
+"""Scaling table: context parallelism of a video transformer and data-parallel training.
+
+Context parallelism: Wan2.1-1.3B with random bfloat16 weights and 81 frames; one denoising step without guidance, and
+one training step with gradient checkpointing, the sum of the gradients over the GPUs and AdamW. Softmax uses ring
+attention and Ulysses of diffusers with cuDNN. Data parallelism: accelerate as the training commands configure it,
+float32 weights under bfloat16 autocast; the batch of all GPUs together is the same for any number of GPUs.
+
+Bytes are counted from the calls of collectives: in a ring a GPU sends 2 (n - 1) / n of a tensor that is all-reduced,
+(n - 1) / n of one that is gathered, scattered or exchanged. Nothing is compiled.
+"""
+
+import gc
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zoo
+from benchmarks import rows
+from benchmarks.operators import need_gpu, package_versions
+from benchmarks.profile import Traffic
+from zoo.errors import unknown_name
+from zoo.models.convert import swap
+from zoo.ranges import check_ranges
+from zoo.train import distributed
+from zoo.train.settings import RunSettings, TrainSettings
+
+METHODS = ("softmax ring", "softmax ulysses", "la", "ahla", "mhla")
+BACKENDS = ("ddp", "fsdp2")
+MODES = ("infer", "train")
+SIZES = {480: (21, 60, 104), 720: (21, 90, 160)}  # latent frames, height and width, of 81 frames
+TINY = {480: (2, 4, 6), 720: (2, 6, 8)}
+Step = Callable[[], Tensor]
+KEY = ("model", "tokens", "mode", "method", "gpus")
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+
+
+@dataclass(frozen=True)
+class ScalingSettings:
+    """Numbers of GPUs and what to measure on them; rows are merged into the file.
+
+    gpus: numbers of GPUs; 1 is what efficiency is relative to
+    methods: ways to share the tokens of a video: softmax ring, softmax ulysses, or the name of a mixer
+    sizes: height of the video, 480 or 720 (32,760 and 75,600 tokens)
+    modes: infer, train; training uses the first of `sizes`
+    layers: blocks of Wan2.1-1.3B, which has 30; times grow in proportion
+    models: trained with data parallelism: vit_small (224 pixels), dit_xl2 (256 pixels)
+    mixer: their mixer
+    backends: ddp, fsdp2
+    steps: timed steps after three others
+    tiny: models of a few thousand weights, on CPUs without GPUs: a check of the command
+    json: result file to add to
+    picture: PNG to draw from the whole file
+    """
+
+    gpus: list[int] = field(default_factory=lambda: [1, 2])
+    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    sizes: list[int] = field(default_factory=lambda: list(SIZES))
+    modes: list[str] = field(default_factory=lambda: list(MODES))
+    layers: int = 30
+    models: list[str] = field(default_factory=lambda: list(DATA_MODELS))
+    mixer: str = "la"
+    backends: list[str] = field(default_factory=lambda: list(BACKENDS))
+    steps: int = 4
+    tiny: bool = False
+    json: str = "docs/results/scaling-h100.json"
+    picture: str = "docs/pictures/scaling-h100.png"
+
+    def __post_init__(self) -> None:
+        mixers = zoo.mixers.MIXERS
+        allowed = {"methods": (*METHODS[:2], *mixers), "modes": MODES, "models": DATA_MODELS, "backends": BACKENDS}
+        for key, names in allowed.items():
+            for name in getattr(self, key):
+                if name not in names:
+                    raise unknown_name(key.removesuffix("s"), name, names)
+        if self.mixer not in mixers:
+            raise unknown_name("mixer", self.mixer, mixers)
+        if wrong := set(self.sizes) - SIZES.keys():
+            raise ValueError(f"sizes must be among {sorted(SIZES)}, got {min(wrong)}")
+        check_ranges("", self, gpus="[1, inf)", layers="[1, inf)", steps="[1, inf)")
+
+
+def run(settings: ScalingSettings, command: str) -> dict[str, Any]:
+    """Measure the selection and return the whole file. Raises ValueError for more GPUs than there are."""
+    if not settings.tiny:
+        need_gpu("scaling")
+        if max(settings.gpus) > torch.cuda.device_count():
+            raise ValueError(f"gpus={max(settings.gpus)}, but this machine has {torch.cuda.device_count()}")
+    several = sorted(n for n in set(settings.gpus) if n > 1) or [1]
+    for n in several:  # one GPU is measured by the first process of the first group: processes start slowly
+        own = [1, n] if 1 in settings.gpus and n == several[0] else [n]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        torch.multiprocessing.spawn(_process, (n, port, replace(settings, gpus=sorted(set(own))), command), nprocs=n)
+    return rows.start(Path(settings.json), command, package_versions("triton", "diffusers", "accelerate"))
+
+
+def _process(rank: int, world: int, port: int, settings: ScalingSettings, command: str) -> None:
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    cuda = not settings.tiny
+    if cuda:
+        torch.cuda.set_device(rank)
+    else:
+        known: Any = torch  # diffusers asks for the kind of device and their number
+        known._C._get_accelerator, known.accelerator.device_count = lambda: torch.device("cpu"), lambda: world
+    dist.init_process_group("nccl" if cuda else "gloo")
+    file = Path(settings.json)
+    content = rows.start(file, command, package_versions("triton", "diffusers", "accelerate"))
+    for n in settings.gpus:
+        if rank < n:
+            for row in _measure(settings, n):
+                if rank == 0:
+                    rows.add(content, row, KEY, file)
+                    print(" ".join(f"{name}={value}" for name, value in row.items()))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(settings: ScalingSettings, n: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of n GPUs; a failure is a row with its reason."""
+    methods = settings.methods if n > 1 else dict.fromkeys(alone(method) for method in settings.methods)
+    for method in methods:
+        yield from _context_rows(settings, n, {"model": "wan_1.3b", "method": method, "gpus": n})
+        _free()
+    for model in settings.models:
+        for backend in settings.backends if n > 1 else ["one GPU"]:
+            yield _tried(partial(_data_row, settings), {"model": model, "method": backend, "gpus": n})
+            _free()
+
+
+def alone(method: str) -> str:
+    """Return the row of one GPU that a method is compared with."""
+    return "one GPU" if method in BACKENDS else method.partition(" ")[0]
+
+
+def _tried(measure: Callable[[dict[str, Any]], dict[str, Any]], head: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return head | measure(head)
+    except Exception as error:
+        return head | {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def _free() -> None:
+    gc.collect()  # models are in reference cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# Context parallelism
+
+
+def _context_rows(settings: ScalingSettings, n: int, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield denoising steps of all sizes, then a training step, of one model."""
+    model = _wan(settings, head["method"])
+    if n > 1:
+        model.enable_parallelism(config=_config(head["method"], n))
+    for mode in settings.modes:
+        for size in settings.sizes if mode == "infer" else settings.sizes[:1]:
+            latent = (TINY if settings.tiny else SIZES)[size]
+            step: Step = (_denoise if mode == "infer" else _train_wan)(model, latent, n)
+            case = {"tokens": math.prod(latent) // 4, "mode": mode, "layers": settings.layers}
+            yield _tried(partial(speed, step, settings), head | case)
+
+
+def _wan(settings: ScalingSettings, method: str) -> Any:
+    from diffusers import WanTransformer3DModel
+
+    sizes: dict[str, Any] = {"num_attention_heads": 12, "ffn_dim": 8960}
+    if settings.tiny:
+        sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 32, "text_dim": 4096, "freq_dim": 16}
+    torch.manual_seed(0)
+    with torch.device("cpu" if settings.tiny else "cuda"):
+        model: Any = WanTransformer3DModel(**sizes, num_layers=settings.layers)
+    name = alone(method)
+    if name == "softmax":
+        model.set_attention_backend("native" if settings.tiny else "_native_cudnn")
+    else:
+        blocks = {"blocks": [2, 1, 1] if settings.tiny else [3, 5, 10]} if name == "mhla" else {}  # as in `video`
+        swap(model, name, **blocks)
+    model.enable_gradient_checkpointing()
+    return model.bfloat16()
+
+
+def _config(method: str, n: int) -> Any:
+    from diffusers import ContextParallelConfig
+
+    return ContextParallelConfig(ring_degree=n) if method == "softmax ring" else ContextParallelConfig(ulysses_degree=n)
+
+
+def _wan_inputs(model: nn.Module, latent: tuple[int, int, int]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = {"hidden_states": (1, 16, *latent), "encoder_hidden_states": (1, 512, 4096)}
+    p = next(model.parameters())
+    inputs = {name: torch.randn(*shape, generator=generator).to(p) for name, shape in made.items()}
+    return inputs | {"timestep": torch.tensor([500], device=p.device)}
+
+
+def _denoise(model: nn.Module, latent: tuple[int, int, int], n: int) -> Step:
+    """Return a denoising step, whose result is the mean square of the output."""
+    inputs = _wan_inputs(model, latent)
+    model.eval()
+
+    @torch.no_grad()
+    def step() -> Tensor:
+        return model(**inputs, return_dict=False)[0].float().square().mean()
+
+    return step
+
+
+def _train_wan(model: nn.Module, latent: tuple[int, int, int], n: int) -> Step:
+    """Return a training step, whose result is the loss. Each GPU has the gradients of its tokens, which are added."""
+    inputs = _wan_inputs(model, latent)
+    target = torch.zeros_like(inputs["hidden_states"])
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> Tensor:
+        loss = F.mse_loss(model(**inputs, return_dict=False)[0].float(), target.float())
+        loss.backward()
+        if n > 1:
+            _add_gradients([p.grad for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _add_gradients(grads: list[Tensor]) -> None:
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat)
+    for g, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        g.copy_(total.view_as(g))
+
+
+# Data parallelism
+
+
+class DataModel(NamedTuple):
+    """Model of a given side (pixels or latents), full and tiny, and the samples per step of all GPUs together."""
+
+    build: Callable[[int, bool], nn.Module]
+    inputs: Callable[[int, int], dict[str, Tensor]]
+    sides: tuple[int, int]
+    samples: int
+    tokens: Callable[[int], int]
+
+
+def _vit(side: int, tiny: bool) -> nn.Module:
+    sizes: dict[str, Any] = {"embed_dim": 32, "depth": 2, "num_heads": 2} if tiny else {}
+    return timm.create_model("vit_small_patch16_224", img_size=side, **sizes)
+
+
+def _images(batch: int, side: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(batch, 3, side, side, generator=generator)
+    return {"x": images, "target": torch.randint(1000, (batch,), generator=generator)}
+
+
+def _dit(side: int, tiny: bool) -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+
+    small: dict[str, Any] = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
+    model = DiTTransformer2DModel(**(small if tiny else {"num_layers": 28}), sample_size=side, out_channels=8)
+    for module in model.modules():
+        if hasattr(module, "dropout_prob"):
+            module.dropout_prob = 0.0  # of labels, which would differ between GPUs
+    return model
+
+
+def _latents(batch: int, side: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    noisy, target = (torch.randn(batch, c, side, side, generator=generator) for c in (4, 8))
+    classes, timestep = (torch.randint(1000, (batch,), generator=generator) for _ in range(2))
+    return {"hidden_states": noisy, "timestep": timestep, "class_labels": classes, "target": target}
+
+
+DATA_MODELS: dict[str, DataModel] = {
+    "vit_small": DataModel(_vit, _images, (224, 32), 512, lambda side: (side // 16) ** 2 + 1),
+    "dit_xl2": DataModel(_dit, _latents, (32, 8), 64, lambda side: (side // 2) ** 2),
+}
+
+
+def _data_row(settings: ScalingSettings, head: dict[str, Any]) -> dict[str, Any]:
+    """Return a training step of a model."""
+    family = DATA_MODELS[head["model"]]
+    samples, side = (8 if settings.tiny else family.samples), family.sides[settings.tiny]
+    torch.manual_seed(0)
+    with torch.device("cpu" if settings.tiny else "cuda"):
+        model = family.build(side, settings.tiny).train()
+    if settings.mixer != "softmax":
+        swap(model, settings.mixer)
+    found = speed(_train_data(model, family.inputs(samples, side), head, settings.tiny), settings, head)
+    rate = {"samples": samples, "per_second": round(samples / found["ms"] * 1e3, 1)}
+    return {"tokens": family.tokens(side), "mode": "train", "mixer": settings.mixer} | rate | found
+
+
+def _train_data(model: Any, batch: dict[str, Tensor], head: dict[str, Any], tiny: bool) -> Step:
+    """Return a training step on this GPU's part of the batch, whose result is the loss of all parts."""
+    device, n = torch.device("cpu" if tiny else "cuda"), head["gpus"]
+    accelerator = _accelerator(head["method"], tiny) if n > 1 else None
+    model = model.to(device if accelerator is None else distributed.build_device(accelerator))
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if accelerator is not None:
+        model, optimizer = distributed.prepare(accelerator, model, optimizer)
+        batch = {name: x.chunk(n)[dist.get_rank()] for name, x in batch.items()}
+    inputs = {name: x.to(device) for name, x in batch.items()}
+    target = inputs.pop("target")
+
+    def step() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=n == 1 and not tiny):  # accelerate enables its own
+            out = model(**inputs)
+        out = (out if isinstance(out, Tensor) else out.sample).float()
+        loss = F.mse_loss(out, target) if target.is_floating_point() else F.cross_entropy(out, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return _mean(loss.detach(), n)
+
+    return step
+
+
+def _mean(loss: Tensor, n: int) -> Tensor:
+    if n > 1:
+        dist.all_reduce(loss)
+    return loss / n
+
+
+def _accelerator(backend: str, tiny: bool) -> Any:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name, value in FSDP2.items():
+        os.environ.pop(name, None)
+        if backend == "fsdp2":
+            os.environ[name] = value
+    run = RunSettings(precision="fp32" if tiny else "bf16")
+    accelerator = distributed.create_accelerator(TrainSettings(run=run))
+    if accelerator.is_fsdp2 != (backend == "fsdp2"):
+        raise ValueError("accelerate shards weights on GPUs only")
+    return accelerator
+
+
+# Measurement
+
+
+def speed(step: Step, settings: ScalingSettings, head: dict[str, Any]) -> dict[str, Any]:
+    """Return the time per step, the bytes that a GPU sends per step, its peak memory, and the results of three steps.
+
+    step: returns the same number on all GPUs.
+    """
+    cuda, n = not settings.tiny, head["gpus"]
+    results, traffic = [step(), step()], Traffic(n)
+    with traffic:
+        results.append(step())
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = _seconds(step, settings.steps, n)
+    peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0
+    worst = torch.tensor([seconds, peak, traffic.bytes], device=results[0].device, dtype=torch.float64)
+    if n > 1:
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return {
+        "ms": round(worst[0].item() * 1e3, 3),
+        "sent_mib": round(worst[2].item() / 2**20, 6),
+        "peak_mib": round(worst[1].item()),
+        "results": [float(f"{x:.9g}") for x in (float(r) for r in results)],
+    }
+
+
+def _seconds(step: Step, steps: int, n: int) -> float:
+    """Return the time of a step, in seconds."""
+
+    def together() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if n > 1:
+            dist.barrier()
+
+    together()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    together()
+    return (time.perf_counter() - start) / steps
