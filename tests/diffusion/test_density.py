@@ -71,7 +71,7 @@ def test_steps_that_are_refused(steps):
 
 
 def test_models_without_adaptive_layers_are_refused():
-    for mixer in ("la", "multipole"):
+    for mixer, options in (("la", {}), ("multipole", {"select": "near"})):
         with pytest.raises(ValueError, match="there is none"):
-            DensitySchedule([converted("dit", mixer)], diffusers.DDIMScheduler(), [[0, 1.0]])
+            DensitySchedule([converted("dit", mixer, **options)], diffusers.DDIMScheduler(), [[0, 1.0]])
     assert zoo.MIXERS["multipole"].defaults.density == 0.125

@@ -161,7 +161,7 @@ def record(name: str) -> Family:
 
 def blocks_for(name: str, mixer: str) -> dict[str, Any]:
     """Options of a mixer of blocks if the grid of the family is not the one of the tiny model, but a large one."""
-    needed = hasattr(MIXERS[mixer].defaults, "blocks") and record(name).grid is not None
+    needed = getattr(MIXERS[mixer].defaults, "needs_blocks", False) and record(name).grid is not None
     return {"blocks": [1, 2, 2][-record(name).grid_dims :]} if needed else {}
 
 

@@ -11,6 +11,7 @@ import hla_kernels
 import zoo
 from benchmarks import fidelity
 from zoo.mixers import Context, build_mixer
+from zoo.models.stored_options import restored_options
 
 ADAPTIVE = {"select": "error", "q_tile": 16, "k_tile": 4}
 
@@ -33,15 +34,43 @@ def test_all_tiles_are_softmax(grid):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"select": "eror"}, "error"), ({"select": "error", "radius": 3}, "select='near'"), ({"density": 0.5}, "mass"),
+        ({"select": "eror"}, "error"), ({"select": "error", "radius": 3}, "select='near'"),
+        ({"select": "near", "density": 0.5}, "mass"),
         ({"select": "mean", "density": [0.5, 2]}, "density must be"), ({"select": "mean", "density": []}, "0 values"),
         ({"select": "mean", "k_tile": 12}, "power of two"), ({"select": "mean", "far": "nothing"}, "far"),
-        ({"select": "mean", "branch": "mhla"}, "branch"), ({"branch": "la"}, "select='error'"),
+        ({"select": "mean", "branch": "mhla"}, "branch"), ({"radius": 2, "branch": "la"}, "select='error'"),
     ],
 )  # fmt: skip
 def test_options_that_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         build_mixer("multipole", 32, 4, 8, grid=(4, 4), **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "select"),
+    [
+        ({}, "error"), ({"density": 0.25}, "error"), ({"select": "mass"}, "mass"), ({"radius": 2}, "near"),
+        ({"blocks": [2, 2]}, "near"), ({"degree": 1, "select": "near"}, "near"),
+    ],
+)  # fmt: skip
+def test_options_of_near_tokens_select_them(given, select):
+    """Also with the values of their defaults, as in files from before the option `select`."""
+    mixer = build_mixer("multipole", 32, 4, 8, grid=(4, 4), **given)
+    assert mixer.options.select == select and (mixer.options.density, mixer.options.k_tile) == (
+        given.get("density", 0.125), 16,
+    )  # fmt: skip
+    assert restored_options("multipole", {}) == {"select": "near"}
+    assert restored_options("multipole", {"select": "mean"})["select"] == "mean"
+
+
+def test_no_grid_is_needed_before_a_call():
+    """A model without a default grid, such as a loaded Wan, gets the tiles of each call."""
+    mixer = build_mixer("multipole", 32, 4, 8, grid_dims=3, density=0.5, q_tile=8, k_tile=2)
+    q, k, v = (torch.randn(1, 24, 4, 8) for _ in range(3))
+    for grid in ((2, 3, 4), (1, 4, 6)):
+        o = mixer(q, k, v, Context(x=q.flatten(2), grid=grid))
+        wanted = hla_kernels.adaptive_multipole(q, k, v, grid=grid, density=0.5, q_tile=8, k_tile=2, q_scale=8**-0.5)
+        assert torch.equal(o, wanted)
 
 
 def test_fidelity_of_a_converted_model(monkeypatch):
@@ -63,7 +92,6 @@ def test_fidelity_of_a_converted_model(monkeypatch):
     found = list(fidelity.measured(candidate, near, torch.device("cpu")))
     assert [row["density"] for row in found] == [round((8 * 3 - 2) ** 2 / 64**2, 5), 1.0]  # radii of 1 and 7
     assert found[0]["kl"] > 0 and found[1]["kl"] < 1e-12
-    assert zoo.MIXERS["multipole"].defaults.select == "near"
 
 
 def test_a_density_per_layer_is_saved(tmp_path):

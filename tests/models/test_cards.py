@@ -37,11 +37,11 @@ def test_a_softmax_model_has_no_table_of_mixers(tmp_path):
 
 
 def test_a_transformer_of_diffusers(tmp_path):
-    model = converted("dit", "multipole").eval()
+    model = converted("dit", "multipole", density=0.25).eval()
     zoo.save(model, tmp_path)
     text = (tmp_path / CARD).read_text()
     assert metadata(text) == {"library_name": "diffusers", "tags": ["hla-zoo", "multipole"]}
-    assert "# HLADiTTransformer2DModel" in text and "DiTTransformer2DModel` |" in text and "`degree=" in text
+    assert "# HLADiTTransformer2DModel" in text and "DiTTransformer2DModel` |" in text and "`density=0.25`" in text
     inputs = CASES["dit"].inputs()
     assert torch.equal(run(zoo.load(tmp_path), inputs), run(model, inputs))
 

@@ -103,6 +103,11 @@ class BlockedOptions(MixerOptions):
         return True
 
     @property
+    def needs_blocks(self) -> bool:
+        """Whether the grid is divided into blocks."""
+        return True
+
+    @property
     def follows_grid(self) -> bool:
         """Whether blocks are chosen anew for the grid of each call, if not given."""
         return False
@@ -129,12 +134,13 @@ class BlockedMixer(LinearMixer):
 
     def __init__(self, layer: LayerSpec, options: BlockedOptions) -> None:
         """Raises ValueError if neither blocks nor a grid is given."""
-        if not isinstance(options.blocks, tuple) and layer.grid is None:
+        needed = options.needs_blocks
+        if needed and not isinstance(options.blocks, tuple) and layer.grid is None:
             raise ValueError(f"the mixer {self.name!r} needs blocks, such as [4, 4]: the model has no default grid")
         super().__init__(layer, options.for_grid(layer.grid or ()))
         self.grid, self.prefix = layer.grid, layer.prefix
-        self.blocks = options.blocks_of(layer.grid or ())
-        if len(self.blocks) != options.grid_dims:
+        self.blocks = options.blocks_of(layer.grid or ()) if needed else ()
+        if needed and len(self.blocks) != options.grid_dims:
             raise ValueError(f"blocks={list(self.blocks)} must have one number for each of {options.grid_dims} axes")
 
     @property

@@ -1,6 +1,8 @@
-"""Multipole attention: exact softmax weights for near tokens, Taylor expansion for far blocks."""
+"""Multipole attention: exact softmax weights where they matter, an approximation of the other tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from zoo.mixers.options import MixerConfig
 from zoo.mixers.protocol import Mixer
 
 BRANCHES = ("la", "ahla", "hla2", "hla3")
+OF_NEAR = ("blocks", "radius", "degree")  # options of select="near"
+OF_TILES = ("density", "q_tile", "k_tile", "far", "branch")  # options of the other values
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,9 @@ class MultipoleOptions(BlockedOptions):
 
     Raises ValueError for feature_map, center, mean_path and causal, and for a value that is not allowed.
 
-    select: which tokens are exact: "near" tokens, or key tiles chosen per query tile and head by expected error
-        ("error"), mass ("mass") or score of the means ("mean"). blocks, radius and degree are options of "near";
-        density, q_tile, k_tile and far of the others
+    select: which tokens are exact: key tiles chosen per query tile and head by expected error ("error"), mass ("mass")
+        or score of the means ("mean"), or "near" tokens. blocks, radius and degree are options of "near", which they
+        imply if select is not given; density, q_tile, k_tile, far and branch of the others
     density: fraction of exact key tiles, above 0; 1 is softmax; or a list with one value per attention layer
     q_tile: maximum number of tokens of a query tile, a power of two
     k_tile: maximum number of tokens of a key tile, a power of two
@@ -40,7 +44,7 @@ class MultipoleOptions(BlockedOptions):
 
     radius: int = 2
     degree: int = 1
-    select: str = "near"
+    select: str = "error"
     density: float | tuple[float, ...] = 0.125
     q_tile: int = 64
     k_tile: int = 16
@@ -62,10 +66,15 @@ class MultipoleOptions(BlockedOptions):
             raise ValueError(f"degree must be 0, 1 or 2, got {self.degree!r}")
         super().__post_init__()
 
+    @classmethod
+    def completed(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        implied = "select" not in given and any(name in given for name in OF_NEAR)
+        return {**given, "select": "near"} if implied else given
+
     def _check_select(self) -> None:
         """Raise ValueError for an option that `select` does not have."""
         near = self.select == "near"
-        foreign = ("density", "q_tile", "k_tile", "far", "branch") if near else ("blocks", "radius", "degree")
+        foreign = OF_TILES if near else OF_NEAR
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in foreign and value != f.default:
@@ -84,6 +93,10 @@ class MultipoleOptions(BlockedOptions):
         return self.density[layer.layer_index]
 
     @property
+    def needs_blocks(self) -> bool:
+        return self.select == "near"
+
+    @property
     def follows_grid(self) -> bool:
         return self.select != "near"
 
@@ -97,15 +110,17 @@ class MultipoleOptions(BlockedOptions):
 
 
 class Multipole(BlockedMixer):
-    """Multipole attention o_t = sum_j w_tj v_j / sum_j w_tj: exact weights for near tokens, expanded for far blocks.
+    """Multipole attention o_t = sum_j w_tj v_j / sum_j w_tj: exact weights where they matter, others approximated.
 
-    w_tj = exp(s_tj) for near tokens and exp(a_tb) (1 + s_tj - a_tb) for j in a far block b, with s_tj = scale q_t.k_j
-    and a_tb its mean over the block. Tokens within `radius` along every axis of the grid are near; class, register and
-    text tokens are near to all tokens. Blocks that do not divide the grid differ by one token along an axis. Without
-    `blocks`, they are chosen for the grid of the host (`zoo.mixers.block_mixing.choose_blocks`).
+    By default w_tj = exp(s_tj), s_tj = scale q_t.k_j, for the key tiles whose pooling would have the largest expected
+    error, a part `density` of all tiles; other tiles are pooled (`hla_kernels.adaptive_multipole`).
 
-    Multiplications per token and head, without near tokens, for M blocks: M (D + Dv) + M D Dv with degree 1; with
-    degree 2 the last term is M D (D + 3) / 2 Dv. Options: `MultipoleOptions`. Operator: hla_kernels.softmax.multipole.
+    select="near": exact for tokens within `radius` along every axis of the grid, else w_tj = exp(a_tb) (1 + s_tj -
+    a_tb) for j in block b, with a_tb the mean of s_tj over the block. Blocks that do not divide the grid differ by one
+    token along an axis. Without `blocks`, they are chosen for the grid of the host
+    (`zoo.mixers.block_mixing.choose_blocks`). Multiplications per token and head, without near tokens, for M blocks:
+    M (D + Dv) + M D Dv with degree 1; with degree 2 the last term is M D (D + 3) / 2 Dv. In both, class, register and
+    text tokens are exact. Options: `MultipoleOptions`. Operators: hla_kernels.softmax.adaptive and multipole.
     """
 
     name = "multipole"

@@ -61,6 +61,11 @@ class LocalOptions:
         """Whether the token grid is needed."""
         return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0
 
+    @classmethod
+    def completed(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the given options with those that their names imply."""
+        return given
+
     def for_grid(self, grid: Grid) -> Self:
         """Return these options with values that depend on the token grid filled in, if not given."""
         return self
@@ -195,7 +200,7 @@ class MixerConfig(NamedTuple):
             if option not in known:
                 raise unknown_name(f"{name} option", option, known)
         tuples = {key: tuple(x) for key, x in given.items() if isinstance(x, list)}  # YAML and JSON have no tuples
-        return cls(name, replace(defaults, **{**given, **tuples}))
+        return cls(name, replace(defaults, **defaults.completed({**given, **tuples})))
 
     def for_grid(self, grid: Grid) -> "MixerConfig":
         """Fill in options that depend on the token grid, such as blocks, if not given."""

@@ -1,7 +1,8 @@
 """Mixer options in files of earlier versions, which stored only values that differed from the defaults.
 
-`EARLIER_DEFAULTS` holds the defaults of those versions, so that earlier models keep their feature map and blocks. Files
-written now hold all options (`zoo.mixers.MixerConfig.plain_options`).
+`EARLIER_DEFAULTS` holds the defaults of those versions, so that earlier models keep their feature map and blocks, and
+`multipole` from before its option `select` keeps near tokens. Files written now hold all options
+(`zoo.mixers.MixerConfig.plain_options`).
 """
 
 from collections.abc import Mapping
@@ -12,10 +13,11 @@ from timm.models import model_entrypoint
 from zoo.mixers import MIXERS
 from zoo.mixers.block_mixing import DIVIDING
 
-# Defaults of the versions that did not store all options; never changed or extended.
+# Defaults of the versions that did not store these options; never changed.
 EARLIER_DEFAULTS: dict[str, dict[str, Any]] = {
     **{name: {"feature_map": "elu1"} for name in ("la", "hla2", "ahla", "hla3")},
     **{name: {"feature_map": "elu1", "blocks": DIVIDING} for name in ("mhla", "mhla2")},
+    "multipole": {"select": "near"},
     "poly": {"feature_map": "identity", "normalize": False, "center": "k", "mean_path": True},
 }
 
