@@ -4,12 +4,12 @@
     backward  (operators) -> d operator, dq -> dX~ -> dX = m' dX~, d mixing -> dk, dv
 
 Reading order: spec (what it runs, buffers), geometry (tokens of a block), tokens (vocabulary), features (rotary tables,
-digits), reduce, mixing, apply, orders (`ahla`, `hla2`), pairs (few tokens in small blocks), plan (the static table),
-launch. Tiles and feature maps are shared with `hla.fused`. The first call imports Triton.
+digits), reduce, mixing, apply, orders (`ahla`, `hla2`), plan (the static table), launch. Tiles and feature maps are
+shared with `hla.fused`. The first call imports Triton.
 
 Rounded to the dtype of the tokens: local and mixed moments of first order (exceptions in `spec.moments_dtype`),
-operators, outputs, and the weights in the form by pairs. Not rounded: the mixing matrix and features. Rotary tables of
-bfloat16 tokens are read in float16. Ratios are computed for v minus its mean. On an H200, errors of o, dq, dk and dv of
+operators and outputs. Not rounded: the mixing matrix and features. Rotary tables of bfloat16 tokens are read in
+float16. Ratios are computed for v minus its mean. On an H200, errors of o, dq, dk and dv of
 bfloat16 tokens are at most 1.9 times the errors of the torch form, which come from rounding the output.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..options import BlockOptions
-from .spec import Sizes, by_pairs, moments_dtype, why_not
+from .spec import Sizes, moments_dtype, why_not
 
 __all__ = ["backward", "forward", "saved_floats", "why_not"]
 
@@ -27,8 +27,6 @@ __all__ = ["backward", "forward", "saved_floats", "why_not"]
 def saved_floats(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> int | torch.SymInt:
     """Return the length of the float32 buffer that `forward` fills for `backward`. The last argument: with rotary
     tables."""
-    if by_pairs(q, v, o, turned):
-        return 0
     dtype = moments_dtype(q.dtype, o, turned)
     return q.shape[0] * q.shape[2] * Sizes.of(o, q.shape[1], q.shape[3], v.shape[3], dtype).saved
 
@@ -40,14 +38,10 @@ def forward(
     """Return o [B, N, H, Dv], contiguous, from q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], and a buffer for
     `backward` (empty without `save`)."""
     from .launch import Call, forward_call
-    from .pairs import launch as pairs
 
     call = Call(q, k, v, mixing, o, mask, rotary)
     new = torch.empty if mask is None else torch.zeros  # padded tokens are not written
     out = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    if by_pairs(q, v, o, rotary is not None):
-        pairs.forward_call(call, out)
-        return out, call.buffer(0)
     buffer = call.buffer(saved_floats(q, v, o, rotary is not None))
     forward_call(call, out, buffer)
     return out, buffer if save else call.buffer(0)
@@ -60,12 +54,9 @@ def backward(
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension) and return d mixing. saved: the buffer
     of `forward`; if it is empty, moments are recomputed."""
     from .launch import Call, backward_call
-    from .pairs import launch as pairs
 
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     call = Call(q, k, v, mixing, o, mask, rotary)
-    if by_pairs(q, v, o, rotary is not None):
-        return pairs.backward_call(call, grad, outs)
     if saved.numel() == 0:
         saved = forward(q, k, v, mixing, o, mask, rotary, save=True)[1]
     return backward_call(call, grad, outs, saved)

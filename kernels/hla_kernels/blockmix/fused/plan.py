@@ -158,13 +158,6 @@ def mix_rows(m: int, dtype: torch.dtype) -> int:
     return min(whole, 128 if dtype != torch.float32 and m <= 128 else 64)
 
 
-def pair_config(w: dict[str, int], digits: int, keys: bool = False) -> Config:
-    """Return the tiles of the form by pairs: BM queries and BN keys; one of them stays and the other is looped over."""
-    goes_by = 32 if keys or digits > 1 or wide(w) > 64 else 64
-    tiles = {"BM": goes_by, "BN": 64} if keys else {"BM": 64, "BN": goes_by}
-    return {**tiles, "num_warps": 4 if wide(w) <= 64 else 8, "num_stages": 2}
-
-
 def mix_config(m: int, dtype: torch.dtype, back: bool = False) -> Config:
     """Return the tiles of `mix` (back: of `mix_back`), or of `mix_long`, which have BK."""
     k1, k2 = split_width(m)

@@ -13,9 +13,6 @@ from ..options import BlockOptions
 
 MAPS = {None: 0, "identity": 0, "relu": 1, "elu1": 2, "softmax": 3}  # numbers of `hla.fused.maps`
 MAX_BLOCKS = 1024
-# limits of `by_pairs`. On an H200, forward and backward, pairs took 0.8 of the time of blocks at N^2 / (M D) = 32 with
-# 128 channels, and 1.3 of it at 40 with 64 channels
-PAIR_BLOCKS, PAIR_RATE = 64, 20
 MAX_TOKENS = 2**20  # per block, since positions in a block are divided in float32
 
 
@@ -46,13 +43,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) ->
         if x.stride(3) != 1:
             return f"the last dimension of {name} is not contiguous"
     return None
-
-
-def by_pairs(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> bool:
-    """Whether a call runs by pairs of tokens: few tokens, in blocks so small that moments cost more."""
-    n, m = o.layout.n_tokens, o.layout.n_blocks
-    plain = o.order == "la" and not turned and q.dtype == torch.bfloat16 and o.moments == "bfloat16"
-    return plain and m <= PAIR_BLOCKS and n * n <= PAIR_RATE * m * max(q.shape[3], v.shape[3])
 
 
 def geometry(layout: Layout) -> tuple[int, ...]:
