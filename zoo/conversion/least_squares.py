@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-MIN_EIGENVALUE = 1e-12  # relative to the largest; directions of smaller eigenvalues are left out of the solution
+MIN_EIGENVALUE = 1e-12  # smallest eigenvalue that the solution uses, relative to the largest
 
 
 class NormalEquations:

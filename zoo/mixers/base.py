@@ -41,7 +41,7 @@ class LinearMixer(Mixer):
     defaults: ClassVar[MixerOptions] = MixerOptions()
     takes_rotations: ClassVar[bool] = True
     options: MixerOptions
-    states: dict[str, State] | None = None  # of the operators before the next frames, while a video is streamed
+    states: dict[str, State] | None = None  # states of the operators after the earlier frames of a streamed video
     frame: int = 0  # tokens per frame of the current call, if causal="frame"
 
     def __init__(self, layer: LayerSpec, options: MixerOptions) -> None:
@@ -190,7 +190,7 @@ class LinearMixer(Mixer):
         return o
 
     def _streamed(self, name: str, *tokens: Tensor, **options) -> Tensor:
-        """Run the operator; while a video is streamed, from the state `name` of earlier frames, which it replaces."""
+        """Run the operator. While a video is streamed, start from the state `name` of earlier frames, and update it."""
         if self.states is None:
             return self.operate(*tokens, **options)
         o, self.states[name] = self.operate(*tokens, state=self.states.get(name), return_state=True, **options)

@@ -25,7 +25,7 @@ class LinearAttention(LinearMixer):
 
 
 class HigherOrder(LinearMixer):
-    """Base class of higher-order mixers W V in A = phi(q) phi(k)', which support order warm-up.
+    """Base class of higher-order mixers W V, W a product of A = phi(q) phi(k)' and A', with order warm-up.
 
     term: index of W among (A, A A', A A, A A' A).
     blend: coefficients [4] of these terms during warm-up, not saved with the model; None otherwise.

@@ -175,7 +175,7 @@ class HeadGains(nn.Module):
 def mean_value(v: Tensor, mask: Tensor | None = None, group: ProcessGroup | None = None) -> Tensor:
     """Average v [B, N, Hk, D] over the real tokens of mask [B, N] in at least float32 -> [B, 1, Hk, D].
 
-    group: devices that share the tokens, which have no mask.
+    group: devices that share the tokens; not together with a mask.
     """
     v = v.to(torch.promote_types(v.dtype, torch.float32))
     if group is not None:
@@ -203,7 +203,7 @@ class HeadRMSNorm(nn.Module):
 
 
 class TokenRMSNorm(nn.RMSNorm):
-    """nn.RMSNorm without float32 temporaries under autocast; `swap_rms_norm` changes the class of a live module."""
+    """nn.RMSNorm without float32 temporaries under autocast; `swap_rms_norm` changes the class of a module."""
 
     def forward(self, x: Tensor, early: tuple[bool, Tensor, Tensor] | None = None) -> Tensor:
         """[..., C] -> [..., C]. early: (whether to apply relu, cos, sin), fused with the norm."""

@@ -135,8 +135,8 @@ class BlockMixer(BlockedMixer):
     def _rotate_outside(
         self, q: Tensor, k: Tensor, v: Tensor, rotate: Callable[[Tensor], Tensor], layout: dict[str, object]
     ) -> Tensor:
-        """Rotate before the operator, for learned rotary embeddings, of which it computes no gradient, and for `power`
-        with `normalize`, which needs a separate denominator."""
+        """Rotate before the operator, which computes no gradient of learned rotary embeddings. `power` with `normalize`
+        needs a separate denominator, too."""
         q, k = feature(q, self._inner_map), feature(k, self._inner_map)
         layout |= {"feature_map": None, "normalize": False}
         o = self.operate(rotate(q), rotate(k), v, **layout)

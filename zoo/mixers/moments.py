@@ -18,7 +18,7 @@ class MomentMixer(LinearMixer):
         return x if self.group is None else add_ranks(x, self.group)
 
     def total_count(self, count: int | Tensor, like: Tensor) -> int | Tensor:
-        """Return the number of tokens on all these devices; at least 1 where a mask counts them."""
+        """Return the number of tokens on all these devices; with a mask, of real tokens, at least 1."""
         if self.group is not None:
             count = self.total(torch.as_tensor(count, device=like.device, dtype=torch.float32))
         return count.clamp(min=1) if isinstance(count, Tensor) else count

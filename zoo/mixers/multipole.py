@@ -35,7 +35,7 @@ class MultipoleOptions(BlockedOptions):
     far: approximation of the other tokens, "mean", "variance", "first" or "none" (`hla_kernels.adaptive_multipole`)
     branch: linear mixer of all tokens, such as "la" or "ahla", whose output is added times a learned gain per channel,
         zero at initialisation; "" for none. With far="none" this is close to sparse-linear attention (SLA, arXiv
-        2509.24006), whose linear part reads the tokens of middling weight only and is projected
+        2509.24006), whose linear part reads only tokens of medium weight and has a projection
     radius: tokens within this distance along every axis of the grid are near, and exact
     degree: degree of the expansion of the other tokens around the mean key of their block, 0, 1 or 2
     """
@@ -145,7 +145,7 @@ class Multipole(BlockedMixer):
 
     @property
     def takes_text(self) -> bool:
-        alone = self.gate is None and self.norm is None  # a gate reads, and a norm would change, the image tokens only
+        alone = self.gate is None and self.norm is None  # gate and norm act on image tokens only
         return self.options.select != "near" and alone
 
     @property

@@ -13,8 +13,9 @@
 
 A ratio has an extra channel of ones in v, whose output divides the others.
 
-A state H before the tokens belongs to LA(x, y, z); its transpose begins the sum for dx, and what LR(z, do, x) has after
-the first token is the transpose of its gradient. The gradient of the state after the tokens begins the reversed sums.
+A state H before the tokens starts LA(x, y, z), and its transpose starts the sum for dx. What LR(z, do, x) holds after
+the first token is the transpose of the gradient of H. The gradient of the state after the tokens starts the reversed
+sums.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def forward(
 
 class Adjoint:
     """States for the launches of a backward. first: states before the tokens; after: gradients of the states after
-    them; both or neither. In a backward, the sum over earlier tokens begins with a transposed state, and the reversed
-    sums of one stage with its gradient or with that transposed."""
+    them; both or neither. In a backward, the sum over earlier tokens starts with a transposed state, and the reversed
+    sums of a stage start with its gradient or the transpose of it."""
 
     def __init__(self, first: States | None, after: States | None, ratio: bool) -> None:
         self.first, self.after, self.ratio = first, after, ratio
@@ -90,8 +91,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv), gradients of keys and values in the dtype `wide`; gradients of states are left in `a`.
 
-    For the gradient of the decay, partners are q in dq, and in reversed sums what the sum is the gradient of, once for
-    each composed LA.
+    For the gradient of the decay, the partner of dq is q, and the partner of a reversed sum is the tensor whose
+    gradient it is, once for each composed LA.
     """
     ratio = do.extra is not None
     back: dict[str, Any] = {"reverse": True}
