@@ -1,6 +1,7 @@
 """Interrupted runs: killed at any step and continued, they end with the same weights, bit for bit."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -77,6 +78,30 @@ def test_sigkill_and_resume_is_bit_identical(tmp_path):
     checkpoints = tmp_path / "killed" / "checkpoints"
     assert [p.name for p in list_checkpoints(checkpoints)] == ["step-00000019", "step-00000020"]
     assert not list(checkpoints.glob("writing-*"))
+
+
+def test_sigkill_of_two_processes_and_resume_is_bit_identical(tmp_path):
+    ClassificationRun(tiny(tmp_path / "teacher")).train()
+    file, two = write_config(tmp_path), ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
+    short = (str(file), "schedule.epochs=2")  # 10 steps
+    status, _, err = run_tool("train_vit", *short, f"run.folder={tmp_path}/whole", launcher=two)
+    assert status == 0, err
+    words = (*short, f"run.folder={tmp_path}/killed", "run.resume=true")
+    rng = random.Random(time.time_ns())
+    kill_at = rng.randrange(1, 9)
+    launcher = start_tool("train_vit", *words, launcher=two)
+    wait_for_step(tmp_path / "killed", kill_at, launcher)
+    time.sleep(rng.random() * 0.2)
+    for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        os.kill(int(child), signal.SIGKILL)
+    launcher.communicate()
+    assert launcher.returncode != 0 and not (tmp_path / "killed" / "model.safetensors").exists()
+    status, out, err = run_tool("train_vit", *words, launcher=two)
+    assert status == 0, err
+    assert out.count("continuing") == 1, kill_at
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        whole, killed = (load_file(tmp_path / run / name) for run in ("whole", "killed"))
+        assert all(torch.equal(whole[k], killed[k]) for k in whole), f"killed at {kill_at}"
 
 
 def test_a_finished_run_resumes_to_the_same_result(tmp_path):
