@@ -76,9 +76,16 @@ def _evaluate(call: Call, group: Any) -> Tensor:
     dtype, n_key_heads = compute_dtype(call.q.dtype), call.k.shape[2]
     q, k, v = (to_heads(x, n_key_heads, dtype) for x in (call.q, call.k, call.v))
     q, k = feature(q, call.options.feature_map), feature(k, call.options.feature_map)
-    own = token_sums(call.op, q, k, v, call.options)
+    parts = _parts(q.shape[-2])
+    cut = (x.unflatten(-2, (parts, x.shape[-2] // parts)) for x in (q, k, v))
+    own = {name: x.sum(-3) for name, x in token_sums(call.op, *cut, call.options).items()}
     *totals, count = add_together([*own.values(), q.new_full((1,), q.shape[-2])], group)
     sums, n = dict(zip(own, totals, strict=True)), count[0]
     weights = None if call.coefficients is None else mixture_weights(call.coefficients, n_key_heads, dtype)
     matrix = operator_matrix(call.op, moments(call.op, sums, n, call.options), weights)
     return to_tokens(read_out(q, matrix, sums, n, call.options), call.q.dtype)
+
+
+def _parts(n: int) -> int:
+    """Return the number of equal parts whose sums are added: one product of all tokens per head leaves a GPU idle."""
+    return next((p for p in range(32, 1, -1) if n % p == 0 and n // p >= 256), 1)

@@ -15,6 +15,7 @@ HEADS, KEY_HEADS, WIDTH = 6, 3, 8
 CAUSAL: dict[str, Any] = {"causal": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "la": ("linear_attention", {"feature_map": "elu1", "normalize": True}),
+    "ahla of many tokens": ("ahla", {"times": 44, "scale": 0.01, "mean_path": True}),  # summed in parts
     "hla2": ("hla2", {"center": "qk", "mean_path": True, "ridge": 0.1}),
     "ahla": ("ahla", {"feature_map": "relu", "normalize": True, "ridge": 0.2}),
     "hla3": ("hla3", {"center": "k", "q_scale": 0.5}),
@@ -64,12 +65,14 @@ def operate(case: str, shares: tuple[int, ...] | None = None) -> dict[str, torch
     """o and the gradients of a case; with `shares`, of the tokens of this rank."""
     op, options = CASES[case]
     options = dict(options)
+    times = options.pop("times", 1)
+    n, shares = 24 * times, None if shares is None else tuple(times * share for share in shares)
     widths = {"q": (HEADS, WIDTH), "k": (KEY_HEADS, WIDTH), "v": (KEY_HEADS, 5), "grad": (HEADS, 5)}
-    tokens = {name: noise(2, 24, *shape, seed=seed) for seed, (name, shape) in enumerate(widths.items())}
+    tokens = {name: noise(2, n, *shape, seed=seed) for seed, (name, shape) in enumerate(widths.items())}
     if "narrow" in options:
         tokens["q2"] = noise(2, 24, HEADS, options["narrow"], seed=8)
         tokens["k2"] = noise(2, 24, KEY_HEADS, options["narrow"], seed=9)
-    angles = noise(24, WIDTH // 2, seed=7)
+    angles = noise(n, WIDTH // 2, seed=7)
     if shares is not None:
         tokens = {name: t.split(shares, 1)[dist.get_rank()] for name, t in tokens.items()}
         angles = angles.split(shares)[dist.get_rank()]
