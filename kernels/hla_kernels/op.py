@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .blockmix import call as block_call
+from .blockmix import frames as block_frames
 from .blockmix import fused as block_fused
 from .blockmix.operator import flat, mhla_op, mhla_packed_op
 from .blockmix.reference import reference as block_reference
@@ -337,6 +338,9 @@ def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", *
     chosen = choose(call, impl)
     q, k, v, mixing, kept, mask, rotary, state, return_state = call
     with plain_precision(q):
+        if kept.causal == "frame" and chosen != "reference":
+            y, state = block_frames.evaluate(q, k, v, mixing, kept, rotary, state)
+            return (y, state) if return_state else y
         if state is not None or return_state:
             y, state = block_stream(q, k, v, mixing, kept, rotary, state)
             return (y, state) if return_state else y

@@ -46,6 +46,8 @@ def frames_of(name, y):
         *(("wan", mixer, {}) for mixer in MIXERS),
         ("ltx", "hla3", {}),
         ("ltx", "la", {"feature_map": "elu1", "decay": 0.9}),
+        ("wan", "mhla", {"blocks": (1, 2, 3)}),
+        ("ltx", "mhla", {"blocks": (1, 2, 2), "feature_map": "relu", "per_head": True}),
         ("wan", "ahla", {"normalize": False, "post_norm": True}),
     ],
 )
@@ -63,10 +65,11 @@ def test_pieces_are_the_whole(name, mixer, options):
     assert torch.equal(frames_of(name, run(model, arguments(name))), whole)
 
 
-@pytest.mark.parametrize(("name", "mixer"), [*(("wan", mixer) for mixer in MIXERS), ("ltx", "hla2")])
+@pytest.mark.parametrize(("name", "mixer"), [*(("wan", mixer) for mixer in (*MIXERS, "mhla")), ("ltx", "hla2")])
 @torch.no_grad()
 def test_later_frames_change_nothing_before_them(name, mixer):
-    model, given = model_of(name, mixer), arguments(name)
+    blocks = {"blocks": (1, 2, 3)} if mixer == "mhla" else {}
+    model, given = model_of(name, mixer, **blocks), arguments(name)
     before = frames_of(name, run(model, given))
     x = given["hidden_states"]
     (x[:, 4 * 24 :] if name == "ltx" else x[:, :, 4:]).add_(1.0)
@@ -138,8 +141,10 @@ def test_errors():
             converted("wan", "la", causal="frame", **options)
     with pytest.raises(ValueError, match="causal must be True, False or 'frame'"):
         converted("wan", "la", causal="frames")
-    with pytest.raises(ValueError, match="no causal='frame'"):
+    with pytest.raises(ValueError, match="needs blocks of one frame"):
         converted("wan", "mhla", causal="frame", blocks=[3, 1, 1])
+    with pytest.raises(ValueError, match="for order='la'"):
+        converted("wan", "mhla2", causal="frame", blocks=[1, 2, 3])
     with pytest.raises(ValueError, match="two-sided only"):
         converted("wan", "mala", causal="frame")
     for model in (

@@ -117,7 +117,9 @@ class BlockedOptions(MixerOptions):
         if isinstance(self.blocks, tuple):
             return self.blocks
         choose = dividing_blocks if self.blocks == DIVIDING else choose_blocks
-        return choose(tuple(grid), self.causal)
+        if self.causal == "frame":  # blocks of one frame
+            return (1, *choose(tuple(grid[1:])))
+        return choose(tuple(grid), bool(self.causal))
 
     def for_grid(self, grid: Grid) -> Self:
         return self if self.follows_grid else replace(self, blocks=self.blocks_of(grid))
@@ -152,7 +154,7 @@ class BlockedMixer(LinearMixer):
         if len(grid) != len(blocks) or any(m > n for m, n in zip(blocks, grid, strict=True)):
             raise ValueError(
                 f"the token grid {grid} cannot be divided into the blocks {blocks} of the mixer "
-                f"{self.name!r}; convert with blocks={list(choose_blocks(grid, self.options.causal))}"
+                f"{self.name!r}; convert with blocks={list(replace(self.options, blocks=None).blocks_of(grid))}"
             )
 
 

@@ -45,8 +45,8 @@ class BlockOptions(BlockedOptions):
         for name in ("center", "mean_path", "decay", "ridge"):
             if getattr(self, name):
                 raise ValueError(f"block mixing has no option {name}, got {name}={getattr(self, name)!r}")
-        if self.causal == "frame":
-            raise ValueError("block mixing has no causal='frame'; use causal=True")
+        if self.causal == "frame" and self.order != "la":
+            raise ValueError(f"block mixing with causal='frame' is for order='la', got {self.order!r}")
         if self.scan != "forward":
             raise ValueError("block mixing has one direction: scan must be 'forward'")
         super().__post_init__()
@@ -79,11 +79,13 @@ class BlockMixer(BlockedMixer):
         """Raises ValueError like `BlockedMixer`, and for causal blocks along another axis than the first."""
         super().__init__(layer, options)
         opt = self.options
-        if opt.causal and any(m > 1 for m in self.blocks[1:]):
+        if opt.causal == "frame" and self.blocks[0] != 1:
+            raise ValueError(f"causal='frame' needs blocks of one frame, such as [1, 3, 4], got {list(self.blocks)}")
+        if opt.causal is True and any(m > 1 for m in self.blocks[1:]):
             raise ValueError(f"causal needs blocks along the first axis alone, such as [4, 1], got {list(self.blocks)}")
         heads = layer.num_heads if opt.per_head else None
         self.mixing = BlockMixing(
-            opt.mixing, opt.prior, self.blocks, layer.prefix > 0, heads, bool(opt.causal), **layer.placement
+            opt.mixing, opt.prior, self.blocks, layer.prefix > 0, heads, opt.causal is True, **layer.placement
         )
 
     def project_(self) -> None:
@@ -121,15 +123,15 @@ class BlockMixer(BlockedMixer):
             layout["q_scale"] = self.scale
         ratio = {"feature_map": self._inner_map, "normalize": opt.normalize, "eps": EPS}
         if ctx.qkv is not None and self._reads_packed(ctx):
-            return self.operate(ctx.qkv, **layout, **ratio)
+            return self._streamed("weights", ctx.qkv, **layout, **ratio)
         if ctx.prepared:
-            return self.operate(q, k, v, **layout, feature_map=None, normalize=False)
+            return self._streamed("weights", q, k, v, **layout, feature_map=None, normalize=False)
         q, k = self._projected(q, k)
         if ctx.rotate is None:
-            return self.operate(q, k, v, **layout, **ratio)
+            return self._streamed("weights", q, k, v, **layout, **ratio)
         rotate, bounded = ctx.rotate, opt.normalize and opt.feature_map == "power"
         if isinstance(rotate, Rotation) and not bounded and not (tables := rotate.tables())[0].requires_grad:
-            return self.operate(q, k, v, rotary=tables, rotary_half=rotate.half, **layout, **ratio)
+            return self._streamed("weights", q, k, v, rotary=tables, rotary_half=rotate.half, **layout, **ratio)
         return self._rotate_outside(q, k, v, rotate, layout)
 
     def _rotate_outside(
@@ -139,11 +141,11 @@ class BlockMixer(BlockedMixer):
         needs a separate denominator, too."""
         q, k = feature(q, self._inner_map), feature(k, self._inner_map)
         layout |= {"feature_map": None, "normalize": False}
-        o = self.operate(rotate(q), rotate(k), v, **layout)
+        o = self._streamed("weights", rotate(q), rotate(k), v, **layout)
         if not self.options.normalize:
             return o
         invariant, ones = self._rotation_invariant(rotate), torch.ones_like(v[..., :1]).expand(*v.shape[:-1], ONES)
-        return o / (self.operate(invariant(q), invariant(k), ones, **layout)[..., :1] + EPS)
+        return o / (self._streamed("sums", invariant(q), invariant(k), ones, **layout)[..., :1] + EPS)
 
 
 class SecondOrderBlockMixer(BlockMixer):

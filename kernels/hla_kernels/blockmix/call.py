@@ -90,9 +90,12 @@ def _check_options(o: BlockOptions) -> None:
     if o.feature_map is not None:
         check_name("feature_map", o.feature_map, FEATURE_MAPS)
     for name in ("normalize", "causal", "rotary_half"):
-        if not isinstance(getattr(o, name), bool):
-            raise ValueError(f"{name} must be True or False, got {getattr(o, name)!r}.")
-    if o.causal and any(m > 1 for m in o.layout.blocks[1:]):
+        if not isinstance(getattr(o, name), bool) and (name, o.causal) != ("causal", "frame"):
+            also = ", or 'frame'" if name == "causal" else ""
+            raise ValueError(f"{name} must be True or False{also}, got {getattr(o, name)!r}.")
+    if o.causal == "frame":
+        _check_frames(o)
+    if o.causal is True and any(m > 1 for m in o.layout.blocks[1:]):
         raise ValueError(
             "causal needs blocks that are runs of the raster order, cut along the first axis alone, "
             f"got blocks {o.layout.blocks}."
@@ -112,10 +115,20 @@ def _check_options(o: BlockOptions) -> None:
         raise ValueError(f"normalize=True needs scale > 0 and q_scale > 0, got {o.scale} and {o.q_scale}.")
 
 
+def _check_frames(o: BlockOptions) -> None:
+    if len(o.layout.grid) < 2 or o.layout.blocks[0] != 1 or o.layout.prefix:
+        raise ValueError(
+            "causal='frame' needs a grid (frames, ..) without prefix tokens, and blocks that divide a frame alone, such as "
+            f"(1, 4, 4), got grid {o.layout.grid}, blocks {o.layout.blocks} and prefix {o.layout.prefix}."
+        )
+    if o.order != "la":
+        raise ValueError(f"causal='frame' is for order='la', got order={o.order!r}.")
+
+
 def _check_tokens(n: int, o: BlockOptions) -> None:
     want, layout = o.layout.n_tokens, o.layout
-    if n != want and not (o.causal and n < want):
-        more = " or fewer" if o.causal else ""
+    if n != want and not (o.causal is True and n < want):
+        more = " or fewer" if o.causal is True else ""
         raise ValueError(
             f"The grid {layout.grid} with {layout.prefix} prefix tokens needs {want} tokens{more}, got {n}."
         )

@@ -17,7 +17,7 @@ class BlockOptions(NamedTuple):
     order: str = "la"
     feature_map: str | None = "relu"
     normalize: bool = True
-    causal: bool = False
+    causal: bool | str = False
     scale: float | None = None
     q_scale: float = 1.0
     eps: float = 1e-6

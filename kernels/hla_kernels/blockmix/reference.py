@@ -3,13 +3,15 @@
 Slow and quadratic on purpose. A = phi(Q) phi(K)', m_tj = mixing[b(t), b(j)], s the scale of a moment:
 
     la    W = s m o A             ahla  W = s^2 m o ((m o A) A)           hla2  W = s^2 m o ((m o A) A')
-    causal: every factor A, and W, is restricted to j <= t
+    causal: every factor A, and W, is restricted to j <= t, with "frame" to j of the same frame or an earlier one
 
 since q_t' (Sum_i m_ti k_i q_i') (Sum_j m_tj k_j v_j') = Sum_j m_tj Sum_i m_ti A_ti A_ij v_j. Evaluated in the dtype of
 the inputs. First order is MHLA as in the paper; the other orders mix the moments of `hla` in the same way.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -51,7 +53,11 @@ def weights(q: Tensor, k: Tensor, mixing: Tensor, options: BlockOptions, mask: T
     if mask is not None:
         m = m * (mask[:, None, :, None] & mask[:, None, None, :])
     if options.causal:
-        m, a = m.tril(), a.tril()
+        position = torch.arange(n, device=q.device)
+        if options.causal == "frame":
+            position = position // math.prod(options.layout.grid[1:])
+        seen = position[:, None] >= position
+        m, a = m * seen, a * seen
     s = scale_of(options, n, mask, a)
     if options.order == "la":
         return s * m * a

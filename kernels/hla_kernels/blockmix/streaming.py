@@ -53,7 +53,7 @@ def check_state(state: object, options: BlockOptions, q: Tensor, k: Tensor, v: T
         raise ValueError(f"state must be a BlockState returned by mhla with return_state, got {type(state).__name__}.")
     if state.options._replace(layout=options.layout) != options:
         raise ValueError(f"The state was made with {state.options}, it cannot continue {options}.")
-    old, new = _starts(state.options.layout), _starts(options.layout)
+    old, new = _starts(state.options), _starts(options)
     if old[:-1] != new[: len(old) - 1] or (len(old) == len(new) and old[-1] > new[-1]):
         raise ValueError(
             f"The state has blocks of the layout {tuple(state.options.layout)}, which do not begin where the blocks of "
@@ -67,7 +67,7 @@ def check_state(state: object, options: BlockOptions, q: Tensor, k: Tensor, v: T
         return
     if int(state.n) < 0:
         raise ValueError(f"The state's n must be the number of its tokens, got {int(state.n)}.")
-    if int(state.n) + k.shape[1] > options.layout.n_tokens:
+    if options.causal is True and int(state.n) + k.shape[1] > options.layout.n_tokens:
         raise ValueError(
             f"The grid {options.layout.grid} holds {options.layout.n_tokens} tokens, the state has {int(state.n)} and "
             f"{k.shape[1]} more came; give a longer grid with as many more blocks, and a mixing for them."
@@ -95,8 +95,12 @@ def _shapes(state: BlockState, q: Tensor, k: Tensor, v: Tensor) -> dict[str, tup
     return shapes
 
 
-def _starts(layout: Layout) -> list[int]:
-    """Return the first token of each block, for blocks that are contiguous, and the number of tokens."""
+def _starts(options: BlockOptions) -> list[int]:
+    """Return the first token of each block, for blocks that are contiguous, and the number of tokens; for frames the
+    grid and the blocks of a frame."""
+    layout = options.layout
+    if options.causal == "frame":
+        return [*layout.grid[1:], *layout.blocks, 0]
     row = (layout.n_tokens - layout.prefix) // layout.grid[0]
     return [0] * (layout.prefix > 0) + [layout.prefix + row * start for start in layout.starts(0)]
 
