@@ -179,14 +179,15 @@ def _check_lengths(cu_seqlens: Tensor, max_seqlen: int, n_tokens: int) -> None:
         raise ValueError(f"max_seqlen must be at least the longest sequence, {int(lengths.max())}, got {max_seqlen}.")
 
 
-def check_whole_sequences(causal: bool, state: bool) -> None:
-    """Raise ValueError for causal calls and calls with a state: they support neither key_padding_mask nor
-    cu_seqlens."""
-    if causal:
+def check_whole_sequences(causal: bool | str, state: bool, masked: bool) -> None:
+    """Raise ValueError for calls with a state, causal calls with key_padding_mask, and frames with cu_seqlens."""
+    if causal and masked:
         raise ValueError(
-            "key_padding_mask and cu_seqlens need causal=False: the result of a causal token does not depend on what "
-            "comes after it, so pad at the end with finite numbers such as zeros, one sequence per row of the batch."
+            "key_padding_mask needs causal=False: the result of a causal token does not depend on what comes after it, "
+            "so pad at the end with finite numbers such as zeros, or pack sequences with cu_seqlens."
         )
+    if causal == "frame":
+        raise ValueError("cu_seqlens does not go with causal='frame': give one video per row of the batch.")
     if state:
         raise ValueError("key_padding_mask and cu_seqlens do not go with a state, which counts every token.")
 

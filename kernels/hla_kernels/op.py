@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .blockmix import call as block_call
-from .blockmix import frames as block_frames
 from .blockmix import fused as block_fused
 from .blockmix.operator import flat, mhla_op, mhla_packed_op
 from .blockmix.reference import reference as block_reference
@@ -57,7 +56,7 @@ from .options import (
     decay_heads,
     plain_precision,
 )
-from .sequences import WHOLE, Sequences, real
+from .sequences import WHOLE, Sequences, pack, real, rows_of, unpack
 from .softmax.adaptive.call import AdaptiveCall
 from .softmax.multipoles import PREPARE, MultipoleCall, forms_of
 from .softmax.sdpa import sdpa
@@ -141,20 +140,14 @@ def why_not_reference(call: AnyCall) -> str | None:
 
 def not_by_default(call: AnyCall) -> str | None:
     """Return the reason why impl="auto" does not use the Triton form of a supported call, or None."""
-    return slower_in_triton(call) or unverified(call)
+    slower = forms_of(call).slower(call) if isinstance(call, MultipoleCall) else None
+    return slower or unverified(call)
 
 
 def unverified(call: AnyCall) -> Fault | None:
     """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`)."""
     index, changed = call.q.device.index, isinstance(call, MultipoleCall | Call)  # since all GPU tests ran
     return None if is_shipped(index, changed) else fault(trial_of(call), index)
-
-
-def slower_in_triton(call: AnyCall) -> str | None:
-    """Return the reason why a Triton form that supports this call is not the fastest, or None."""
-    if isinstance(call, MultipoleCall):
-        return forms_of(call).slower(call)
-    return stages.slower(call.q, call.options) if isinstance(call, Call) else None
 
 
 def choose(call: AnyCall, impl: str) -> str:
@@ -239,7 +232,8 @@ def prepare(
     gamma = decay_heads(decay, q, k)
     check_sequences(q, key_padding_mask, cu_seqlens, max_seqlen)
     if key_padding_mask is not None or cu_seqlens is not None:
-        check_whole_sequences(bool(kept.causal), state is not None or bool(return_state))
+        stateful = state is not None or bool(return_state)
+        check_whole_sequences(kept.causal, stateful, key_padding_mask is not None)
     kept = canonical(op, kept)
     if state is not None:
         if op == "softmax_attention":
@@ -338,10 +332,7 @@ def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", *
     chosen = choose(call, impl)
     q, k, v, mixing, kept, mask, rotary, state, return_state = call
     with plain_precision(q):
-        if kept.causal == "frame" and chosen != "reference":
-            y, state = block_frames.evaluate(q, k, v, mixing, kept, rotary, state)
-            return (y, state) if return_state else y
-        if state is not None or return_state:
+        if chosen != "reference" and (kept.causal == "frame" or state is not None or return_state):
             y, state = block_stream(q, k, v, mixing, kept, rotary, state)
             return (y, state) if return_state else y
         if chosen == "reference":
@@ -391,6 +382,11 @@ def _two_sided_options(options: Options) -> tuple:
 def _kernel(call: Call, chosen: str) -> tuple[Tensor, State | None]:
     """Run a causal call, a call with a state, or softmax."""
     op, q, k, v, coefficients, o, gamma, state, return_state, sequences = call
+    if o.causal and sequences.cu_seqlens is not None:  # one sequence per row of a batch
+        cu, n = sequences.cu_seqlens, q.shape[1]
+        q, k, v = (unpack(x, cu, rows_of(sequences.max_seqlen, n)) for x in (q, k, v))
+        y, _ = _kernel(Call(op, q, k, v, coefficients, o, gamma, None, False, WHOLE), chosen)
+        return pack(y, cu, n), None
     if op == "softmax_attention":
         return sdpa(q, k.to(q.dtype), v.to(q.dtype), bool(o.causal), o.scale, sequences), None  # autocast keeps float64
     if not o.causal:

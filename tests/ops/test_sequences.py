@@ -11,6 +11,8 @@ LENGTHS = (23, 1, 40, 17)
 N = 40
 TWO_SIDED = [*table(causal=False), pytest.param("softmax_attention", {}, id="softmax"),
              pytest.param("softmax_attention", {"scale": 0.3}, id="softmax-scale")]  # fmt: skip
+PACKED_CAUSAL = [*table(causal=True, names=("plain", "ratio_elu1", "anchored")),
+                 pytest.param("softmax_attention", {"causal": True}, id="softmax-causal")]  # fmt: skip
 FORMS = ("torch", "reference")
 OPS = torch.ops.hla_kernels
 
@@ -66,7 +68,7 @@ def test_a_padded_batch_is_every_sample_alone(op, options, impl):
 
 
 @pytest.mark.parametrize("impl", FORMS)
-@pytest.mark.parametrize(("op", "options"), TWO_SIDED)
+@pytest.mark.parametrize(("op", "options"), [*TWO_SIDED, *PACKED_CAUSAL])
 def test_packed_sequences_are_each_alone(op, options, impl):
     cu, more = offsets(), extra(op)
     x = tokens(int(cu[-1]), b=1)
@@ -223,7 +225,8 @@ BAD = {
     "too_long": ({"cu_seqlens": CU, "max_seqlen": 3}, "at least the longest sequence, 4, got 3"),
     "end": ({"cu_seqlens": CU - CU[1], "max_seqlen": 4}, "from 0 to the number of tokens, 6"),
     "falling": ({"cu_seqlens": torch.tensor([0, 7, 6]).int(), "max_seqlen": 7}, "from 0 to the number of tokens, 6"),
-    "causal": ({"key_padding_mask": MASK, "causal": True}, "need causal=False"),
+    "causal": ({"key_padding_mask": MASK, "causal": True}, "needs causal=False"),
+    "frames": ({"cu_seqlens": CU, "max_seqlen": 4, "causal": "frame", "frame": 3}, "causal='frame'|softmax.* no"),
     "state": ({"key_padding_mask": MASK, "return_state": True}, "do not go with a state|no state"),
 }
 

@@ -38,9 +38,9 @@ Options
                   two-sided without state. Padded tokens are neither read nor written: they do not enter moments, N
                   counts real tokens, and their outputs and gradients are 0
     cu_seqlens    [S + 1] int32 from 0 to N: B = 1, and tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 are sequence i,
-                  independent of the others; two-sided without state. max_seqlen: length of the longest sequence, or
-                  more. Values of CUDA tensors are not checked. Memory: the torch form pads to S x max_seqlen tokens;
-                  the Triton forms read the tokens in place
+                  independent of the others; without state, not with causal="frame". max_seqlen: length of the longest
+                  sequence, or more. Values of CUDA tensors are not checked. Memory: causal calls and the torch form pad
+                  to S x max_seqlen tokens; the two-sided Triton forms read the tokens in place
     impl          "auto", "torch", "reference" (N x N definition) or "triton"; an explicit choice never falls back
 
 Defaults: causal=False, frame=0, feature_map=None, normalize=False, eps=1e-6, center=None, mean_path=False, decay=None,

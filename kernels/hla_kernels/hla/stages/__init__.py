@@ -6,8 +6,8 @@ program per segment walks over its chunks with the state in registers. Frames (c
 read the state after their frame. The backward has the same sums, over earlier and
 over later tokens. No atomics. In products, the computed factor is the second operand (see `tiles`).
 
-Reading order: tiles, kernels, plan, launch, compose (equations), operator; step, decode (a single token). The first
-call imports Triton.
+Reading order: tiles, kernels, plan, launch, compose (equations), rows (maps), operator; step, decode (a single token).
+The first call imports Triton.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..streaming.state import State
 from .decode import causal_step
 from .operator import causal_stages
 
-__all__ = ["causal_stages", "evaluate", "slower", "why_not"]
+__all__ = ["causal_stages", "evaluate", "why_not"]
 
 WIDEST = 128
 
@@ -37,8 +37,6 @@ def why_not(op: str, q: Tensor, v: Tensor, options: Options, return_state: bool 
     if d % 8 or dv % 8 or max(d, dv) > WIDEST:
         return f"{form} needs features and values of a multiple of 8 channels, at most {WIDEST}, got {d} and {dv}"
     given = (("center", options.center is not None), ("mean_path", options.mean_path), ("ridge", options.ridge != 0))
-    if options.normalize and q.dtype == torch.float16:
-        return f"{form} has no ratio in float16, whose gradients cancel"
     if return_state == "mergeable":
         return f"{form} has no summaries for merging"
     if options.frame and options.decay is not None:
@@ -47,15 +45,6 @@ def why_not(op: str, q: Tensor, v: Tensor, options: Options, return_state: bool 
         if used:
             return f"{form} has no {name}"
     return f"{form} has no decay_rule='paper'" if is_paper(op, options) else None
-
-
-def slower(q: Tensor, options: Options) -> str | None:
-    """Return the reason why `auto` does not use the Triton form of a causal call, or None."""
-    if options.causal and options.normalize:
-        return "slower: causal ratios take as long as in torch, and their gradients are less accurate"
-    if options.causal and q.dtype == torch.float16:
-        return "slower: its causal stages in float16 were never timed, and are up to 4 times less accurate"
-    return None
 
 
 def evaluate(

@@ -45,8 +45,8 @@ def forward(
             after[name] = last[0]
         return y
 
-    u = stage("S", q, k, k) if op in ("hla2", "hla3") else None
-    r = stage("P", q, k, v, extra=ratio) if op in ("ahla", "hla3") else None
+    u = stage("S", q, k, k, inner=True) if op in ("hla2", "hla3") else None
+    r = stage("P", q, k, v, extra=ratio, inner=True) if op in ("ahla", "hla3") else None
     o = stage(STAGES[op][-1], q, u or k, r or v, extra=ratio, eps=eps)
     return o, u, r, after
 
@@ -96,6 +96,7 @@ def backward(
     """
     ratio = do.extra is not None
     back: dict[str, Any] = {"reverse": True}
+    within = {**back, "inner": True}
     last, more = a.last(), a.last()
     if op == "linear_attention":
         dq = p.run((do, v, k), partner=q.x, pairs=True, first=a.turned("P"))
@@ -104,7 +105,7 @@ def backward(
         return dq.x, dk.x, p.run((k, q, do), **back, dtype=wide, first=a.grad("P")).x
     if op == "hla2":
         assert u is not None
-        du = p.run((v, do, q), **back, partner=u.x, first=a.grads_turned("F"), last=last)
+        du = p.run((v, do, q), **within, partner=u.x, first=a.grads_turned("F"), last=last)
         dv = p.run((u, q, do), **back, dtype=wide, first=a.grad("F"))
         dq = p.run((do, v, u), (du, k, k), partner=q.x, pairs=True, first=a.turned("F", "S"))
         ends = None if a.after is None else [*(a.grads_turned("S") or ()), a.after["S"]]
@@ -116,15 +117,15 @@ def backward(
         return dq.x, dk.x, dv.x
     assert r is not None
     if op == "ahla":
-        dr = p.run((k, q, do), **back, extra=ratio, first=a.grad("E", ratio))
+        dr = p.run((k, q, do), **within, extra=ratio, first=a.grad("E", ratio))
         dq = p.run((do, r, k), (dr, v, k), partner=q.x, pairs=True, first=a.turned("E", "P"))
         ends = a.grads_turned("E", "P")
         dk = p.run((r, do, q), (v, dr, q), **back, partner=k.x, dtype=wide, first=ends, last=last)
         a.keep(last, "E", "P")
         return dq.x, dk.x, p.run((k, q, dr), **back, dtype=wide, first=a.grad("P")).x
     assert u is not None
-    du = p.run((r, do, q), **back, partner=u.x, first=a.grads_turned("F"), last=last)
-    dr = p.run((u, q, do), **back, extra=ratio, first=a.grad("F", ratio))
+    du = p.run((r, do, q), **within, partner=u.x, first=a.grads_turned("F"), last=last)
+    dr = p.run((u, q, do), **within, extra=ratio, first=a.grad("F", ratio))
     dq = p.run(
         (do, r, u), (du, k, k), (dr, v, k), partner=q.x, pairs=True, first=a.turned("F", "S", "P")
     )

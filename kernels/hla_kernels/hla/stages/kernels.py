@@ -230,13 +230,14 @@ def outputs(
     TOKENS, EXTRAS, STATES, LAST, LOG2, BEFORE, OUT, OUT_EXTRA, REST, PARTNER, SUMS, at, partner_at, sizes, scale,
     eps, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr, WIDTHS: tl.constexpr, SIZES: tl.constexpr,
     WZ: tl.constexpr, XP: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, SCORED: tl.constexpr, VALUED: tl.constexpr,
-    DIVIDED: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr, INTRA: tl.constexpr, TF32: tl.constexpr,
+    DIVIDED: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr, INTRA: tl.constexpr, INNER: tl.constexpr,
+    TF32: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT of the tokens of a segment, the sum of the terms. sizes as in `states`.
 
     STATES: a tensor per term, see `carry`; None: the segment is the whole sequence and begins at zero. LAST: a tensor
     [B H, SIZE] per term, receives the state after all segments, or None. BEFORE: tokens laid out as OUT that are added,
-    or None. DIVIDED: divide OUT by OUT_EXTRA + eps, and store that divisor. REST:
+    or None. DIVIDED: divide OUT by OUT_EXTRA + eps, and store that divisor. INNER: OUT is a later operand. REST:
     receives the rounding error of OUT. PARTNER: tokens p; SUMS [B H, segments, blocks, 3] receives Sum x_i, Sum i x_i
     (i from the start of the segment), x_i the product of p_i and the part of the output from the states, and with
     INTRA the sum of (i - j) w_ij over pairs in one chunk, for the gradient of the decay (see `launch`).
@@ -328,7 +329,7 @@ def outputs(
         exists = inside[:, None] & (e < WZ)[None, :]
         if BEFORE is not None:
             out += tl.load(BEFORE + place, exists, other=0.0)
-        near = out.to(OUT.dtype.element_ty)
+        near = rounded(out, out.to(OUT.dtype.element_ty), INNER and TF32)
         tl.store(OUT + place, near, exists)
         if REST is not None:
             tl.store(REST + place, (out - near.to(tl.float32)).to(REST.dtype.element_ty), exists)

@@ -65,14 +65,15 @@ class Pass:
     def run(
         self, *terms: Term, reverse: bool = False, extra: bool = False, eps: float | None = None,
         dtype: torch.dtype | None = None, partner: Tensor | None = None, counted: int = 3, pairs: bool = False,
-        first: Sequence[Tensor] | None = None, last: list[Tensor] | None = None,
+        first: Sequence[Tensor] | None = None, last: list[Tensor] | None = None, inner: bool = False,
     ) -> Tokens:  # fmt: skip
         """Return the sum of the terms, [B, N, H, Dz] with Dz channels of z, in `dtype` or else the dtype of z.
 
         extra: also its extra channel. eps: divide by the extra channel plus eps, and return that divisor as extra
         channel. For the gradient of the decay: partner p, of the first `counted` terms, and whether `pairs` of one
         chunk are summed. first: the states before the sums, a contiguous one per term; last: receives those after them,
-        [B, H, D, Dz] with a column for the extra channel of z, or a row for the one of y.
+        [B, H, D, Dz] with a column for the extra channel of z, or a row for the one of y. inner: the sum is a later
+        operand.
         """
         widest = max(t.x.shape[3] for term in terms for t in term)
         more = any(t.extra is not None for term in terms for t in term)
@@ -83,14 +84,14 @@ class Pass:
             kind = (dtype or some[0][2].x.dtype) if ends else torch.float32
             beside = partner if self.sums is not None and i < counted else None
             states = None if first is None else first[i : i + most]
-            out = self._outputs(some, out, reverse, extra, eps, kind, beside, pairs, states, last)
+            out = self._outputs(some, out, reverse, extra, eps, kind, beside, pairs, states, last, inner)
         assert out is not None
         return out
 
     def _outputs(
         self, terms: Sequence[Term], before: Tokens | None, reverse: bool, extra: bool, eps: float | None,
         dtype: torch.dtype, partner: Tensor | None, pairs: bool, first: Sequence[Tensor] | None,
-        last: list[Tensor] | None,
+        last: list[Tensor] | None, inner: bool,
     ) -> Tokens:  # fmt: skip
         """Return the sum of terms of one launch, added to `before`."""
         z = terms[0][2].x
@@ -130,7 +131,7 @@ class Pass:
             at, None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
             Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width, XP=tuple(map(padded, widths)),
             BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
-            FRAME=self.frame > 0, INTRA=pairs and partner is not None, TF32=in_tf32(z.dtype),
+            FRAME=self.frame > 0, INTRA=pairs and partner is not None, INNER=inner, TF32=in_tf32(z.dtype),
             **warps(max(width, *widths), self.log2 is not None),
         )  # fmt: skip
         if found is not None and self.sums is not None:

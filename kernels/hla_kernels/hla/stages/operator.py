@@ -29,12 +29,24 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _features(x: Tensor, name: str | None, dtype: torch.dtype) -> Tensor:
-    return _rows(x.to(dtype) if name in (None, "identity") else feature(x.float(), name).to(dtype))
+    """Return phi(x) in `dtype`, rounded to the precision of products, which would truncate."""
+    if name in (None, "identity"):
+        return _rows(x.to(dtype))
+    from . import rows
+
+    if name in rows.MAPS:
+        return rows.features(x, name, dtype, in_tf32(dtype))
+    y = feature(x.float(), name)
+    return ((y.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) if in_tf32(dtype) else y.to(dtype)
 
 
-def _rounded(x: Tensor) -> Tensor:
-    """Round float32 to the precision of TF32 products, which would truncate."""
-    return ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+def _feature_grad(x: Tensor, grad: Tensor, name: str) -> Tensor:
+    """Return the gradient of x from the one of phi(x)."""
+    from . import rows
+
+    if name in rows.MAPS:
+        return rows.features(x, name, x.dtype, False, grad)
+    return feature_grad(x.float(), feature(x.float(), name), grad.float(), name)
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, op: str, name: str | None, normalize: bool, save: bool) -> list[tuple]:
@@ -140,6 +152,7 @@ def causal_stages_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv, dgamma, dfirst); last_grad: gradient of the state after the tokens, None without one; saved:
     the outputs of the forward; dgamma is empty unless `gamma_grad`, dfirst without states."""
+    from . import rows
     from .compose import Adjoint, backward
     from .launch import Sums, Tokens, gradient_of_decay
 
@@ -155,9 +168,7 @@ def causal_stages_backward(
         dtype, group = work_dtype(q), q.shape[2] // k.shape[2]
         extra = None
         if o is not None and divisor is not None and rest is not None:
-            grad = grad.float() / divisor[..., None]
-            grad = _rounded(grad) if in_tf32(dtype) else grad.to(dtype)
-            extra = -(grad.float() * (o.float() + rest)).sum(-1)
+            grad, extra = rows.of_ratio(grad, o, rest, divisor, dtype, in_tf32(dtype))
         do = Tokens(_rows(grad.to(dtype)), extra)
         inner = None if u is None else Tokens(u), None if r is None else Tokens(r, r_extra)
         wide = torch.float32 if group > 1 else dtype
@@ -179,8 +190,8 @@ def causal_stages_backward(
         if group > 1:
             found[1:] = (x.unflatten(2, (-1, group)).sum(3) for x in found[1:])
         if feature_map not in (None, "identity"):
-            for i, x in enumerate((q.float(), k.float())):
-                found[i] = feature_grad(x, feature(x, feature_map), found[i].float(), feature_map)
+            for i, x in enumerate((q, k)):
+                found[i] = _feature_grad(x, found[i], feature_map)
         d_gamma = none if p.sums is None or gamma is None else gradient_of_decay(p.sums, gamma, group)
     dq, dk, dv = (x.to(q.dtype).contiguous() for x in found)
     return dq, dk, dv, d_gamma, d_first
