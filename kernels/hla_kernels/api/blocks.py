@@ -15,10 +15,11 @@ from . import Result
 
 def mhla(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: Sequence[int], blocks: Sequence[int],
-    feature_map: str | None = "relu", normalize: bool = True, order: str = "la", causal: bool | str = False, prefix: int = 0,
-    token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, rotary_half: bool = False,
-    scale: float | None = None, q_scale: float = 1.0, eps: float = 1e-6, moments: str = "bfloat16",
-    state: BlockState | None = None, return_state: bool = False, impl: str = "auto", **unknown: Never,
+    feature_map: str | None = "relu", normalize: bool = True, order: str = "la", causal: bool | str = False,
+    prefix: int = 0, token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+    rotary_half: bool = False, scale: float | None = None, q_scale: float = 1.0, eps: float = 1e-6,
+    moments: str = "bfloat16", state: BlockState | None = None, return_state: bool = False, impl: str = "auto",
+    **unknown: Never,
 ) -> Result:  # fmt: skip
     """Block mixing: each block of queries reads a mixture of the moments of all blocks of tokens.
 
@@ -36,9 +37,9 @@ def mhla(
     order         "la", "ahla" or "hla2"
     causal        token t attends to tokens j <= t, also inside its block and in every product of an order. Blocks must
                   be runs of tokens: only the first axis may be divided. The grid defines where blocks begin: fewer
-                  tokens than it holds are allowed, and results do not depend on later tokens. "frame": tokens attend to all
-                  tokens of their frame (the first axis of the grid) and of earlier ones; blocks divide a frame alone,
-                  (1, 4, 4), and their moments are sums over frames; first order, in torch
+                  tokens than it holds are allowed, and results do not depend on later tokens. "frame": tokens attend to
+                  all tokens of their frame (the first axis of the grid) and of earlier ones; blocks divide a frame
+                  alone, (1, 4, 4), and their moments are sums over frames; first order, in torch
     token_mask    [B, N] bool, True for real tokens (as key_padding_mask in `api`), two-sided only. Padded tokens are
                   neither read nor written: they do not enter moments, N of the scale counts real tokens, and their
                   outputs and gradients are 0
@@ -57,8 +58,8 @@ def mhla(
                   one or many. The state holds the moments of all blocks: M F Dv numbers per head, M (F^2 + 2 F Dv) for
                   "ahla" and "hla2", and with normalize the same for Dv = 1 in addition. Cost per token: M F Dv, or M
                   F^2 Dv. rotary belongs to the given tokens, and so does the grid of frames. In causal order, continue
-                  beyond the grid with a longer one whose first blocks are the same: (64 M,) in M blocks. F is the number
-                  of features, D or 2 D
+                  beyond the grid with a longer one whose first blocks are the same: (64 M,) in M blocks. F is the
+                  number of features, D or 2 D
 
     Raises ValueError for wrong shapes, dtypes, devices, names, and undefined combinations. Reverse mode once, as in
     `api`. First order: MHLA, token-level multi-head linear attention, o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b),

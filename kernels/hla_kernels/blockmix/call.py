@@ -118,8 +118,8 @@ def _check_options(o: BlockOptions) -> None:
 def _check_frames(o: BlockOptions) -> None:
     if len(o.layout.grid) < 2 or o.layout.blocks[0] != 1 or o.layout.prefix:
         raise ValueError(
-            "causal='frame' needs a grid (frames, ..) without prefix tokens, and blocks that divide a frame alone, such as "
-            f"(1, 4, 4), got grid {o.layout.grid}, blocks {o.layout.blocks} and prefix {o.layout.prefix}."
+            "causal='frame' needs a grid (frames, ..) without prefix tokens, and blocks that divide a frame alone, "
+            f"such as (1, 4, 4), got grid {o.layout.grid}, blocks {o.layout.blocks} and prefix {o.layout.prefix}."
         )
     if o.order != "la":
         raise ValueError(f"causal='frame' is for order='la', got order={o.order!r}.")

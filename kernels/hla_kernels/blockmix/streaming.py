@@ -19,7 +19,8 @@ from ..features import feature_width
 from ..hla.layout import to_tokens
 from ..hla.streaming.checks import check_devices, check_finite, check_held, check_shapes
 from . import causal
-from .layout import Layout, block_slots, block_table
+from .frames import Frames
+from .layout import block_slots, block_table
 from .options import BlockOptions
 from .torch_form import Prepared, prepare_heads
 
@@ -112,7 +113,7 @@ def stream(
     """Return (o [B, m, H, Dv], state) for m tokens after the tokens of `state`; rotary: tables of the m tokens."""
     p = prepare_heads(q, k, v, mixing, options, None, rotary)
     n = torch.zeros((), dtype=torch.int64, device=q.device) if state is None else state.n
-    place = Place(options, n, q.shape[1])
+    place = Frames(options.layout) if options.causal == "frame" else Place(options, n, q.shape[1])
     given = {} if state is None else state.tensors
     before = {name: _grow(x.to(p.v.dtype), options.layout.n_blocks) for name, x in given.items()}
     names = causal.MOMENTS[options.order]
