@@ -1,4 +1,4 @@
-"""Frame-causal block mixing of first order: blocks of each frame, moments summed over its own and earlier frames.
+"""Frame-causal block mixing of first order: moments of blocks, summed over frames.
 
     o_t = q_t' Sum_b m_ib P_b, P_b = Sum_f Sum_{j in block b of frame f} k_j v_j'    f up to the frame of t, i its block
 

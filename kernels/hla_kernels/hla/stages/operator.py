@@ -41,7 +41,7 @@ def _features(x: Tensor, name: str | None, dtype: torch.dtype) -> Tensor:
 
 
 def _feature_grad(x: Tensor, grad: Tensor, name: str) -> Tensor:
-    """Return the gradient of x from the one of phi(x)."""
+    """Return the gradient of x from the gradient of phi(x)."""
     from . import rows
 
     if name in rows.MAPS:

@@ -1,4 +1,4 @@
-"""Rows of tokens before and after the causal sums: feature maps relu and elu + 1, and the gradient of a ratio.
+"""Passes over rows of tokens before and after the causal sums: feature maps and gradients of ratios.
 
 Each launch reads and writes its tokens once; the same in torch code took longer than the sums themselves.
 """
@@ -22,7 +22,7 @@ def mapped(
     X, G, OUT, at, grad_at, ROWS, N, ELU: tl.constexpr, TF32: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Store phi(x) of BT tokens of a head, or with gradients G of phi(x) those of x. TF32: round to its precision. at:
+    """Store phi(x) of BT tokens of a head, or with G, gradients of phi(x), gradients of x. TF32: round to it. at:
     strides of batch, token and head."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
