@@ -90,8 +90,8 @@ def summed_forward(
         keep = (fq, fk, fqn, fkn)
     # W of hla3, which is of queries alone, is summed when the other two are rounded: three fill the registers
     LATE: tl.constexpr = ORDER == 4 and FMAP > 0 and F2 > 0
-    # what a backward reads goes through memory anyway, and a ratio fills the registers
-    HERE: tl.constexpr = F2 == 0 or not (SAVE or NORM)
+    # what a backward reads goes through memory anyway, whence tensor cores read it, and a ratio fills the registers
+    HERE: tl.constexpr = not (SAVE or (NORM and F2 > 0))
     if FMAP == 0:
         raw, sums, _, _ = sum_moments(
             q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMMED, False, True, D, F1, F2, D, F1, F2, BN, PREC
