@@ -77,8 +77,8 @@ def _evaluate(call: Call, group: Any) -> Tensor:
     q, k, v = (to_heads(x, n_key_heads, dtype) for x in (call.q, call.k, call.v))
     q, k = feature(q, call.options.feature_map), feature(k, call.options.feature_map)
     parts = _parts(q.shape[-2])
-    cut = (x.unflatten(-2, (parts, x.shape[-2] // parts)) for x in (q, k, v))
-    own = {name: x.sum(-3) for name, x in token_sums(call.op, *cut, call.options).items()}
+    qs, ks, vs = (x.unflatten(-2, (parts, x.shape[-2] // parts)) for x in (q, k, v))
+    own = {name: x.sum(-3) for name, x in token_sums(call.op, qs, ks, vs, call.options).items()}
     *totals, count = add_together([*own.values(), q.new_full((1,), q.shape[-2])], group)
     sums, n = dict(zip(own, totals, strict=True)), count[0]
     weights = None if call.coefficients is None else mixture_weights(call.coefficients, n_key_heads, dtype)
