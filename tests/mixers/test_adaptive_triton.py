@@ -29,6 +29,7 @@ CASES = {  # grid, prefix, suffix, q_tile, k_tile, density, select, far, whether
     "video": ((4, 5, 6), 0, 3, 64, 8, 0.3, "near", "variance", False),
     "padded line": ((150,), 1, 17, 64, 16, 0.3, "mass", "mean", True),
     "padded": ((10, 12), 1, 0, 64, 4, 0.2, "error", "first", True),
+    "one tile of queries": ((5, 6), 0, 2, 64, 16, 0.5, "error", "first", False),
     "one group": ((16, 16), 0, 0, 64, 64, 0.5, "mass", "variance", False),
 }
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here")
@@ -112,11 +113,13 @@ def test_interpreted():
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("d", "k_tile"), [(64, 16), (64, 4), (128, 64), (72, 32)])
-def test_no_spills_and_no_operand_in_registers(tmp_path, d, k_tile):
+@pytest.mark.parametrize(
+    ("d", "k_tile", "side"), [(64, 16, 32), (64, 4, 32), (128, 64, 32), (72, 32, 32), (128, 16, 8)]
+)
+def test_no_spills_and_no_operand_in_registers(tmp_path, d, k_tile, side):
     """What a call and its backward launch, compiled for sm_90a."""
     pytest.importorskip("triton")
-    check_compiled(0, 9, tmp_path, __file__, ("compiled", d, k_tile))
+    check_compiled(0, 9, tmp_path, __file__, ("compiled", d, k_tile, side))
 
 
 def test_what_triton_does_not_have():
@@ -148,6 +151,7 @@ def interpreted() -> None:
     for case, d, dtype in [
         ("square", 16, torch.float32), ("uneven", 16, torch.float32), ("video", 16, torch.float32),
         ("padded line", 24, torch.float32), ("padded", 16, torch.float32), ("small key tiles", 16, torch.float16),
+        ("one tile of queries", 16, torch.float32),
     ]:  # fmt: skip
         tokens, grad, options = setting(case, d, dtype, "cpu", 0.5)
         tokens, grad = [t[:, :, : t.shape[2] // 2] for t in tokens], grad[:, :, :2]
@@ -162,7 +166,7 @@ def interpreted() -> None:
             assert torch.equal(chosen, own), case
 
 
-def compiled(d: str, k_tile: str) -> None:
+def compiled(d: str, k_tile: str, side: str) -> None:
     from hla_kernels.softmax.adaptive.fused import launch, operator
     from tests.ops.fused.offline.gate import Recorder
     from tests.ops.fused.offline.judge import compile_call
@@ -171,9 +175,9 @@ def compiled(d: str, k_tile: str) -> None:
     for name, kernel in vars(launch).copy().items():
         if hasattr(kernel, "arg_names"):
             setattr(launch, name, Recorder(kernel))
-    q = torch.empty(2, 1024, 3, int(d), dtype=torch.bfloat16, device="meta")
+    q = torch.empty(2, int(side) ** 2, 3, int(d), dtype=torch.bfloat16, device="meta")
     for select in ("error", "mean"):
-        where = (None, [32, 32], 0, 0, 64, int(k_tile), 8, select, "first", 0.125)
+        where = (None, [int(side)] * 2, 0, 0, 64, int(k_tile), 2, select, "first", 0.125)
         outputs = operator.adaptive_op.function(q, q, q, *where)
         operator.adaptive_backward.function(q, q, q, q, None, list(outputs), *where[1:])
     done = set()

@@ -69,4 +69,5 @@ class Mesa(MomentMixer):
         ridge = self.log_ridge.to(energy.dtype).clamp(-limit, limit).exp() * energy + EPS
         eye = torch.eye(keys.shape[-1], device=keys.device, dtype=keys.dtype)
         factor, _ = torch.linalg.cholesky_ex(keys + ridge[..., None, None] * eye)
-        return apply_matrix(q, torch.cholesky_solve(pairs, factor))
+        half = torch.linalg.solve_triangular(factor, pairs, upper=False)  # cholesky_solve crashes in a CUDA graph
+        return apply_matrix(q, torch.linalg.solve_triangular(factor.mT, half, upper=True))

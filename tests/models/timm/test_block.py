@@ -3,6 +3,8 @@
 The packed operator reads the projection, and nothing is copied around the attention.
 """
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -52,13 +54,24 @@ def results(block, x, f=None) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad(y, weights, y.detach().float().cos().to(y.dtype), allow_unused=True)]
 
 
-def assert_close(found, wanted):
-    """Equal up to the order of additions: a compiler fuses and reorders the host's own norms and products."""
+def assert_close(found, wanted, exact=None):
+    """Equal up to the order of additions: a compiler fuses and reorders the host's own norms and products. The gradient
+    of a few numbers is a sum that nearly cancels: with `exact`, the results in float32, the difference may also be
+    twice the error of the eager call."""
     limit = 2e-2 if found[0].dtype == torch.bfloat16 else 1e-5
-    for f, w in zip(found, wanted, strict=True):
+    for f, w, e in zip(found, wanted, exact or wanted, strict=True):
         assert (f is None) == (w is None)
         if w is not None:
-            assert float((f - w).float().norm()) <= limit * float(w.float().norm()) + 1e-6
+            assert distance(f, w) <= limit * float(w.float().norm()) + 2 * distance(w, e) + 1e-6
+
+
+def distance(a, b):
+    return float((a.float() - b.float()).norm())
+
+
+def in_float32(block, x):
+    """`results` of the block in float32."""
+    return results(copy.deepcopy(block).float(), x.detach().float().requires_grad_())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -70,7 +83,7 @@ def test_one_graph_for_every_number_of_tokens(mixer, device):
     frames = set()
     for n in (50, 197, 65, 333):
         x = tokens(n, device)
-        assert_close(results(block, x, fast), results(block, x))
+        assert_close(results(block, x, fast), results(block, x), in_float32(block, x))
         frames.add(counter.frame_count)
     assert len(frames) == 1
 
@@ -160,7 +173,7 @@ def test_graphs_of_the_compiler(mixer):
     for seed in range(4):
         x = tokens(197, "cuda", seed=seed)
         torch.compiler.cudagraph_mark_step_begin()
-        assert_close(results(block, x, fast), results(block, x))
+        assert_close(results(block, x, fast), results(block, x), in_float32(block, x))
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 

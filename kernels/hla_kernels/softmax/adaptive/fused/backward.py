@@ -109,13 +109,14 @@ def for_queries(
 @triton.jit(do_not_specialize=FREE)
 def for_tiles(
     Q, Q2, QTOKENS, MEAN, HALF, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DHALF, DVALUE, qs, os, gs, at, sizes,
-    heads, groups, factor, scale, VARIANCE: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    U, heads, groups, factor, scale, VARIANCE: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute DMEAN, DHALF, DVALUE [B Hk, T, D] of BM far tiles. heads: number of key heads; os: strides of Q2."""
+    """Compute DMEAN, DHALF, DVALUE [B Hk, T, D] of BM far tiles. U: number of query tiles; heads: number of key heads;
+    os: strides of Q2."""
     tile, bhk = tl.program_id(0), tl.program_id(1)
     b, hk = bhk // heads, bhk % heads
-    N, U, T = sizes[0], sizes[1], sizes[2]
+    N, T = sizes[0], sizes[2]
     own = bhk.to(tl.int64) * T * D
     if VARIANCE:
         HALF += own

@@ -193,7 +193,7 @@ def backward(
     launch(
         for_tiles, (-(-t // p.for_tiles["BM"]), c.b * c.hk),
         q, squared, x.queries, s.mean, _some(s.half), s.value, x.logn, s.chosen, grad, s.lse, delta, more, dmean, dhalf,
-        dvalue, *_strides(q, squared, grad), at, c.sizes, c.hk, c.groups, *c.numbers, VARIANCE=c.variance,
+        dvalue, *_strides(q, squared, grad), at, c.sizes, u, c.hk, c.groups, *c.numbers, VARIANCE=c.variance,
         BQ=c.field.q_tile, **c.wide, **p.for_tiles,
     )  # fmt: skip
     dmoment = None

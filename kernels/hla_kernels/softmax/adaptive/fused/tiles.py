@@ -13,7 +13,7 @@ from ...rows import load, products
 LOWEST = tl.constexpr(-1e30)  # instead of minus infinity, whose difference to itself is NaN
 UNITS = tl.constexpr(2**15)  # query tiles are numbered below it; in a list, higher bits say which key tiles they read
 FREE = ["qs", "xs", "ys", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at"]
-FREE += ["heads", "factor", "scale", "groups"]
+FREE += ["heads", "factor", "scale", "groups", "U"]  # U: if it is constant 1, Triton cannot pipeline `for_tiles`
 
 
 @triton.jit
