@@ -6,9 +6,12 @@ import torch
 
 import zoo
 from tests.helpers.tiny_diffusers import converted, inputs, run
+from tests.helpers.tiny_diffusion import tiny_pipeline
 from tests.helpers.tiny_pipelines import pipeline
 from zoo.diffusion.density import DensitySchedule
 from zoo.diffusion.samplers import denoise
+from zoo.eval.sample_settings import SampleOptions
+from zoo.eval.sampling import open_sampler
 from zoo.mixers.multipole import Multipole
 
 ADAPTIVE = {"select": "error", "q_tile": 16, "k_tile": 4, "density": 0.1}
@@ -60,6 +63,19 @@ def test_steps_are_counted_where_16_bits_make_neighbouring_times_equal():
     times = [time for time, _ in seen]
     assert len(set(times)) < len(times) == 400
     assert [density for _, density in seen] == [1.0] * 300 + [0.5] + [0.1] * 99
+
+
+def test_a_sampler_with_a_density_of_one_equals_softmax(tmp_path):
+    folder = tiny_pipeline(tmp_path / "pipe")
+    pipe = diffusers.DiTPipeline.from_pretrained(folder)
+    zoo.convert(pipe, "multipole", **ADAPTIVE | {"q_tile": 4, "k_tile": 2})
+    pipe.save_pretrained(tmp_path / "multipole")
+    cases = (folder, []), (tmp_path / "multipole", []), (tmp_path / "multipole", [[0, 1.0]])
+    softmax, own, exact = (
+        open_sampler(SampleOptions(model=str(model), density=density, steps=3, labels=[3, 0]), "cpu")(range(2)).int()
+        for model, density in cases
+    )
+    assert (softmax - exact).abs().max() <= 1 < (softmax - own).abs().max()  # 1: rounding of halves
 
 
 @pytest.mark.parametrize(
