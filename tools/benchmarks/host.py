@@ -76,7 +76,7 @@ def run(settings: HostSettings, command: str) -> dict[str, Any]:
         for name in settings.options:
             if op == "softmax" and name != "plain":
                 continue
-            case = {"op": op, "shape": list(EAGER), "options": OPTIONS[name]}
+            case: dict[str, Any] = {"op": op, "shape": list(EAGER), "options": OPTIONS[name]}
             for which, us in eager(op, OPTIONS[name]).items():
                 add(case | {"pass": which}, {"us": us})
             for verify in settings.verify if settings.first and op != "softmax" else ():
@@ -96,7 +96,8 @@ def calls(
 
     def forward() -> Tensor:
         if op == "softmax":
-            return F.scaled_dot_product_attention(*qkv.transpose(1, 3).unbind(2)).transpose(1, 2)
+            q, k, v = qkv.transpose(1, 3).unbind(2)
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         return getattr(hla_kernels, f"{op}_qkvpacked")(qkv, *more, **options)
 
     return forward, lambda o: torch.autograd.grad(o, (qkv, *more), g)

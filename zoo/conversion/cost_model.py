@@ -56,8 +56,8 @@ def predict_times(mixer: str, options: dict[str, Any], batch: int, heads: int, t
         own = None if options.get("width") else quadratic_cost("taylor2")
         return Prediction(soft, None if own is None else size * (own[0] + own[1] * tokens), None)
     if mixer == "multipole":
-        own = MixerConfig.parse(mixer, options).options
-        return Prediction(soft, None, None) if own.select == "near" else _adaptive(own, size, soft, softmax, tokens)
+        given: Any = MixerConfig.parse(mixer, options).options
+        return Prediction(soft, None, None) if given.select == "near" else _adaptive(given, size, soft, softmax, tokens)
     if mixer not in OPERATORS:
         return Prediction(soft, None, None)
     cost = linear_cost(mixer, bool(options.get("normalize", getattr(MIXERS[mixer].defaults, "normalize", False))))

@@ -28,7 +28,8 @@ def _far(p: Plan, count: int) -> int:
 def multipole_flops(q: Shape, k: Shape, v: Shape, *where: Any, out_shape: Any = None) -> int:
     """Operations of the forward: scores with keys and with mean keys, and values. Mean keys of pooled blocks take two
     products."""
-    p = plan_of(*where[:4], q[3])
+    grid, blocks, outer, radius = where[:4]
+    p = plan_of(grid, blocks, outer, radius, q[3])
     return _operations(q, 3 * p.pairs(p.tiles.output.patch) + _far(p, 3))
 
 
@@ -36,5 +37,6 @@ def multipole_flops(q: Shape, k: Shape, v: Shape, *where: Any, out_shape: Any = 
 def multipole_backward_flops(grad: Shape, q: Shape, *rest: Any, out_shape: Any = None) -> int:
     """Operations of the backward: scores (two products) and g v' twice, two products for dq, and one each for dk, dv
     and the gradient of mean keys."""
-    p = plan_of(*rest[-5:-1], q[3])
+    grid, blocks, outer, radius = rest[-5:-1]
+    p = plan_of(grid, blocks, outer, radius, q[3])
     return _operations(q, 5 * p.pairs(p.tiles.for_queries.patch) + 6 * p.pairs(p.tiles.for_keys.other) + _far(p, 10))
