@@ -287,7 +287,7 @@ def test_command_leaves_out_where_results_are_kept():
         (["models"], "models measures a CUDA GPU, and torch sees none here"),
         (["kernels", "shapes=[vit22]"], "unknown shape 'vit22'"),
         (["models", "sizes=[100]"], r"sizes must be among \[32, 128, 224, 256, 480, 512, 1024, 2048\], got 100"),
-        (["kernel"], "allowed: adaptive, causal, fidelity, host, kernels, models, quality, video"),
+        (["kernel"], "allowed: adaptive, causal, fidelity, host, kernels, models, quality, scaling, video"),
     ],
 )
 def test_what_is_refused(words, sentence, monkeypatch):
