@@ -67,7 +67,7 @@ def short_name(row: dict) -> str:
 
 def short_options(row: dict) -> dict:
     """The options of a row, except defaults and the gains that calibration adds."""
-    usual = ("feature_map", "power"), ("gains", True), ("prior", "uniform")
+    usual = ("feature_map", "power"), ("gains", True)
     return {k: v for k, v in row["options"].items() if (k, v) not in usual}
 
 
