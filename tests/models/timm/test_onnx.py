@@ -15,10 +15,13 @@ def run(path, x):
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
 
-@pytest.mark.parametrize("mixer", ["la", "ahla", "hla3", "poly", "mhla"])
+TILES = {"density": 0.3, "q_tile": 4, "k_tile": 4}  # of 16 tokens: one of four tiles is exact
+
+
+@pytest.mark.parametrize("mixer", ["la", "ahla", "hla3", "poly", "mhla", "multipole"])
 def test_export(mixer, tmp_path):
     model = tiny("vit_tiny_patch16_224").eval()
-    zoo.convert(model, mixer, **GRID_OPTIONS)
+    zoo.convert(model, mixer, **GRID_OPTIONS, **(TILES if mixer == "multipole" else {}))
     path, batch = tmp_path / "model.onnx", torch.export.Dim("batch", min=1, max=64)
     torch.onnx.export(model, (image(),), path, dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
     x = image(5)

@@ -90,15 +90,17 @@ def tokens_of(field: Field, size: int, device: torch.device | None = None) -> Te
     ones of a tile and contain the number of all tokens."""
     box, n = box_of(field.grid, size), field.n_tokens
     tile = place = torch.zeros((), dtype=torch.int64, device=device)
+    lengths = torch.ones((), dtype=torch.int64, device=device)  # tokens per tile
     for length, s, bits in zip(field.grid, box, _bits(box), strict=True):
         x = torch.arange(length, device=device)
+        lengths = lengths[..., None] * (length - x[::s]).clamp(max=s)
         tile = tile[..., None] * -(-length // s) + x // s
         place = place[..., None] + sum((((x % s) >> i & 1) << bit for i, bit in enumerate(bits)), 0 * x)
     tile, tiles = tile.flatten(), math.prod(counts(field.grid, size))
     order = (tile * 2 ** sum(map(len, _bits(box))) + place.flatten()).argsort()
     tile = tile[order]  # now ascending
-    first_slot = torch.searchsorted(tile, torch.arange(tiles, device=device))
-    slot = torch.arange(field.n_grid, device=device) - first_slot[tile]
+    lengths = lengths.flatten()
+    slot = torch.arange(field.n_grid, device=device) - (lengths.cumsum(0) - lengths)[tile]
     first, last = (torch.arange(a, b, device=device) for a, b in ((0, field.prefix), (n - field.suffix, n)))
     outer = torch.cat([first, last])
     table = torch.full(((tiles + -(-field.n_outer // size)) * size,), n, dtype=torch.int64, device=device)

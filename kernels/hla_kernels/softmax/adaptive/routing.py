@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...dispatch.operator import to_onnx
 from .layout import Field, distances
 from .pooling import Pooled, powers
 
@@ -41,6 +42,8 @@ def highest(found: Tensor, n: Tensor, k: int) -> Tensor:
     """Return the k tiles with the highest scores [B, H, C, T] in ascending order, int64 [B, H, C, k]; tiles without a
     token are selected last."""
     found = found.masked_fill(n[:, :, None] == 0, float("-inf"))
+    if to_onnx():  # ONNX has no stable sort; of equal numbers, its TopK returns the first
+        return found.topk(k).indices.sort(-1).values
     return found.argsort(dim=-1, descending=True, stable=True)[..., :k].sort(-1).values
 
 
