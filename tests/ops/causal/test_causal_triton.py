@@ -304,11 +304,12 @@ def compiled(d: str, learned: str) -> None:
             saved = operator.causal_stages.function(q, q, q, gamma, None, *options, 1e-6, True, False)
             rest = (None, None, list(saved), bool(int(learned)), *options)
             operator.causal_stages_backward.function(q, q, q, q, gamma, *rest)
-    if not int(learned):  # float16, with a map; with a state
+    if not int(learned) and int(d) == 64:  # float16, with a map; with 128 channels its ratios spill up to 184 bytes
         half, options = q.half(), ("hla3", "elu1", True, None, 0)
         saved = operator.causal_stages.function(half, half, half, None, None, *options, 1e-6, True, False)
         rest = (None, None, list(saved), False, *options)
         operator.causal_stages_backward.function(half, half, half, half, None, *rest)
+    if not int(learned):  # with a state
         first = torch.empty(2, 3, operator.state_size("hla3", int(d), int(d) + 1), device="meta")
         operator.causal_stages.function(q, q, q, gamma, first, "hla3", None, True, None, 0, 1e-6, False, True)
         framed = ("hla3", None, True, None, 1024)
