@@ -18,6 +18,7 @@ from zoo.eval.sampling import open_sampler
 from zoo.train.denoising.run import DiffusionRun
 
 MIXERS = ("la", "hla2", "ahla", "hla3")
+EVERY = (*MIXERS, "mhla", "softmax")
 FRAMES = 6
 
 
@@ -47,6 +48,8 @@ def frames_of(name, y):
         ("ltx", "hla3", {}),
         ("ltx", "la", {"feature_map": "elu1", "decay": 0.9}),
         ("wan", "mhla", {"blocks": (1, 2, 3)}),
+        ("wan", "softmax", {"window": 1}),
+        ("ltx", "softmax", {"window": 2}),
         ("ltx", "mhla", {"blocks": (1, 2, 2), "feature_map": "relu", "per_head": True}),
         ("wan", "ahla", {"normalize": False, "post_norm": True}),
     ],
@@ -65,16 +68,48 @@ def test_pieces_are_the_whole(name, mixer, options):
     assert torch.equal(frames_of(name, run(model, arguments(name))), whole)
 
 
-@pytest.mark.parametrize(("name", "mixer"), [*(("wan", mixer) for mixer in (*MIXERS, "mhla")), ("ltx", "hla2")])
+@pytest.mark.parametrize(("name", "mixer"), [*(("wan", mixer) for mixer in EVERY), ("ltx", "hla2")])
 @torch.no_grad()
 def test_later_frames_change_nothing_before_them(name, mixer):
-    blocks = {"blocks": (1, 2, 3)} if mixer == "mhla" else {}
-    model, given = model_of(name, mixer, **blocks), arguments(name)
+    options = {"mhla": {"blocks": (1, 2, 3)}, "softmax": {"window": 3}}.get(mixer, {})
+    model, given = model_of(name, mixer, **options), arguments(name)
     before = frames_of(name, run(model, given))
     x = given["hidden_states"]
     (x[:, 4 * 24 :] if name == "ltx" else x[:, :, 4:]).add_(1.0)
     after = frames_of(name, run(model, given))
     assert torch.equal(before[:, :4], after[:, :4]) and not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_window_of_softmax_frames(window):
+    """Against a masked softmax in float64; a window of all frames, and of one."""
+    mixer = zoo.mixers.MixerConfig.parse("softmax", {"causal": "frame", "window": window, "grid_dims": 3}).build(
+        zoo.mixers.context.LayerSpec(dim=16, num_heads=2, head_dim=8, num_kv_heads=1)
+    )
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 24, heads, 8, generator=g, dtype=torch.float64) for heads in (2, 1, 1))
+    frame = torch.arange(24) // 6
+    apart = frame[:, None] - frame
+    seen = (apart >= 0) & (apart < (window or 4))
+    scores = torch.einsum("bihd,bjd->bhij", q, k[:, :, 0]) * 8**-0.5
+    o = torch.einsum("bhij,bjd->bihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[:, :, 0])
+    torch.testing.assert_close(mixer(q, k, v, zoo.mixers.context.Context(q, grid=(4, 2, 3))), o)
+
+
+def test_layers_of_two_kinds_are_streamed(tmp_path):
+    """Frame-causal `la` with every third layer softmax over two frames; saved and loaded."""
+    model = model_of("wan", "la", keep_softmax=[0])
+    zoo.convert(model, "softmax", causal="frame", window=2, keep_softmax=[1, 2])
+    whole, stream = run(model, arguments("wan")), FrameStream(model)
+    with torch.no_grad():
+        pieces = []
+        for first in range(0, FRAMES, 2):
+            with stream.chunk(first):
+                pieces.append(run(model, arguments("wan", first, first + 2)))
+    assert (torch.cat(pieces, 2) - whole).norm() < 1e-5 * whole.norm()
+    model.float().save_pretrained(tmp_path)
+    loaded = zoo.load(tmp_path).double()
+    assert (run(loaded, arguments("wan")) - whole).norm() < 1e-5 * whole.norm()
 
 
 def test_a_video_in_chunks_is_the_video():

@@ -11,7 +11,7 @@ from diffusers import ModelMixin, SchedulerMixin
 from torch import Tensor
 
 from zoo.diffusion.samplers import denoise
-from zoo.mixers.base import LinearMixer
+from zoo.mixers.protocol import Mixer
 from zoo.models.diffusers.families import known_family
 from zoo.models.diffusers.models import HLADiffusionModel, patch_of
 
@@ -40,7 +40,7 @@ class FrameStream:
         if not model.streams_frames:
             raise ValueError(f"frames of {type(model).__name__} cannot be generated one after the other")
         self.model = model
-        self.mixers = [m for m in mixers.values() if isinstance(m, LinearMixer)]
+        self.mixers = [m for m in mixers.values() if isinstance(m, Mixer)]
         self.steps: dict[int, list[States]] = {}
 
     @property

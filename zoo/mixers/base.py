@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hla_kernels import MAX_HEAD_DIM, State
+from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
 from zoo.mixers.context import Context, LayerSpec, Rotation
@@ -41,7 +41,6 @@ class LinearMixer(Mixer):
     defaults: ClassVar[MixerOptions] = MixerOptions()
     takes_rotations: ClassVar[bool] = True
     options: MixerOptions
-    states: dict[str, State] | None = None  # states of the operators after the earlier frames of a streamed video
     frame: int = 0  # tokens per frame of the current call, if causal="frame"
 
     def __init__(self, layer: LayerSpec, options: MixerOptions) -> None:

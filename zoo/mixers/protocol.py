@@ -1,7 +1,7 @@
 """Base class of mixers, with every member that models, training and conversion use."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -28,6 +28,7 @@ class Mixer(nn.Module):
     takes_rotations: whether `forward` applies `ctx.rotate`; without it, models with a rotary embedding are refused.
     shares_tokens: whether tokens interact in `run` and in sums over `group` only, as context parallelism needs.
     group: devices that share the tokens of each sample; None for one device.
+    states: what a mixer with causal="frame" keeps of the earlier frames of a streamed video; None if none is streamed.
     scale: factor on the scores.
     norm, gains, gate: applied to the output in this order: norm per head, learned gains (set by calibration), gate;
         None if absent. Attention maps are computed without norm and gate.
@@ -40,6 +41,7 @@ class Mixer(nn.Module):
     takes_rotations: ClassVar[bool] = False
     shares_tokens: ClassVar[bool] = False
     group: ProcessGroup | None = None
+    states: dict[str, Any] | None = None
     options: LocalOptions
     tag: Tensor
 

@@ -24,11 +24,14 @@ def live_conversions(layers: Mapping[str, nn.Module], host: str | None = "softma
     """Return the shortest list of conversions that turns the host into a model with the attention `layers`.
 
     One conversion per mixer and options. host: mixer of the unconverted layers, for which no conversion is needed
-    unless its options add weights; None if the host has none of the mixers.
+    unless its options add weights or change the result; None if the host has none of the mixers.
     """
 
     def is_converted(site: nn.Module) -> TypeGuard[Site]:
-        return isinstance(site, Site) and (site.mixer_name != host or any(True for _ in site.mixer.parameters()))
+        if not isinstance(site, Site):
+            return False
+        changed = getattr(site.mixer.options, "causal", False) or any(True for _ in site.mixer.parameters())
+        return site.mixer_name != host or bool(changed)
 
     groups: dict[str, list[str]] = {}
     sites = {name: site for name, site in layers.items() if is_converted(site)}
