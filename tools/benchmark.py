@@ -2,7 +2,7 @@
 
     python tools/benchmark.py kernels shapes=[vit224,dit256] impls=[ours,sdpa_cudnn] options=[identity]
     python tools/benchmark.py models models=[vit_small] sizes=[224,512]
-    python tools/benchmark.py video models=[wan_1.3b] modes=[infer,train] 'mixers=[softmax,mhla,mhla every:3]'
+    python tools/benchmark.py video models=[wan_1.3b] 'mixers=[softmax,mhla every:3,multipole density=0.0625 k_tile=32]'
     python tools/benchmark.py adaptive shapes=[tokens4k] selects=[error,mean] k_tiles=[16,64]
     python tools/benchmark.py causal groups=[plain,decay] shapes=[tokens4k]
     python tools/benchmark.py host ops=[linear_attention,hla2]

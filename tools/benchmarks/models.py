@@ -4,8 +4,7 @@ Batch sizes, bfloat16 weights for inference and fused AdamW for training are the
 are float32 under bfloat16 autocast, or bfloat16 (then the residual stream and AdamW's moments are, too). With
 torch.compile, each block is compiled (blocks share one compilation), and for a ViT the layers around the blocks;
 inductor autotunes. Patches of a ViT are embedded by a matrix product (`zoo.models.timm.patches`). Weights and inputs
-are random. Batches keep an H200 busy for longer than the host needs to launch a step. "ahla every:3" keeps softmax in
-every third block.
+are random. Batches keep an H200 busy for longer than the host needs to launch a step.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTEN
 VIDEO_MIXERS = ("softmax", "ahla every:3", "ahla", "mhla every:3", "mhla", "la")
 SECONDS, WARM_UP, LEAST_STEPS = 1.0, 3, 4
 COMPILE: dict[str, Any] = {"dynamic": False, "options": {"max_autotune_pointwise": True}}
-WAN_FRAMES, WAN_WIDTH = 21, 832  # latent frames (of 81), width in pixels
+WAN_FRAMES, WAN_WIDTH = 21, {480: 832, 720: 1280}  # latent frames (of 81), width in pixels by height
 
 
 class Family(NamedTuple):
@@ -56,8 +55,7 @@ class Family(NamedTuple):
 
 
 def _vit(mixer: str, size: int) -> nn.Module:
-    name = "vit_small_patch16_224" if mixer == "softmax" else f"vit_{mixer}_small_patch16_224"
-    return patches_as_products(timm.create_model(name, img_size=size))
+    return patches_as_products(_converted(timm.create_model("vit_small_patch16_224", img_size=size), mixer))
 
 
 def _vit_inputs(batch: int, size: int) -> dict[str, Tensor]:
@@ -66,9 +64,9 @@ def _vit_inputs(batch: int, size: int) -> dict[str, Tensor]:
 
 
 def _converted(model: Any, mixer: str, **blocks: Any) -> nn.Module:
-    name, _, keep = mixer.partition(" ")
+    name, options = rows.arm(mixer)
     if name != "softmax":
-        swap(model, name, keep_softmax=keep or None, **(blocks if name == "mhla" else {}))
+        swap(model, name, **{**(blocks if name == "mhla" else {}), **options})
     return model
 
 
@@ -142,7 +140,7 @@ def _wan(mixer: str, size: int) -> nn.Module:
 
 
 def _wan_inputs(batch: int, size: int) -> dict[str, Tensor]:
-    video = batch, 16, WAN_FRAMES, size // 8, WAN_WIDTH // 8
+    video = batch, 16, WAN_FRAMES, size // 8, WAN_WIDTH[size] // 8
     return {
         "hidden_states": torch.randn(*video, device="cuda"),
         "timestep": torch.randint(1000, (batch,), device="cuda"),
@@ -171,7 +169,7 @@ MODELS = {
     ),
     "pixart_sigma": Family(_pixart, _pixart_inputs, "transformer_blocks", lambda size: (size // 16) ** 2, {2048: 1}),
     "wan_1.3b": Family(
-        _wan, _wan_inputs, "blocks", lambda size: WAN_FRAMES * (size // 16) * (WAN_WIDTH // 16), {480: 1}
+        _wan, _wan_inputs, "blocks", lambda size: WAN_FRAMES * (size // 16) * (WAN_WIDTH[size] // 16), {480: 1, 720: 1}
     ),
 }
 
@@ -181,13 +179,14 @@ class ModelSettings:
     """Selection of the model table; rows are merged into the file.
 
     models: vit_small (timm, patch 16); diffusers models with latents of 1/8 and patch 2: dit_xl2, pixart_sigma and
-      wan_1.3b (81 frames, 832 pixels wide, trained with gradient checkpointing); models of configs/experiments:
-      vit_width192_patch4, vit_width192_patch2, pixel_dit_patch2, pixel_dit_patch1
-    sizes: pixels per side; empty for all (ViT 224, 512, 1024; DiT 256, 512, 1024; PixArt 2048; Wan height 480)
+      wan_1.3b (81 frames of 480 x 832 or 720 x 1280, trained with gradient checkpointing); models of
+      configs/experiments: vit_width192_patch4, vit_width192_patch2, pixel_dit_patch2, pixel_dit_patch1
+    sizes: pixels per side; empty for all (ViT 224, 512, 1024; DiT 256, 512, 1024; PixArt 2048; Wan 480, 720)
     modes: infer, train
     weights: training weights: float32 (under bfloat16 autocast) or bfloat16 (timm's --model-dtype); inference uses
       bfloat16
-    mixers: softmax, and mixers with default options; "ahla every:3" keeps softmax in every third block
+    mixers: softmax, and mixers with their options, such as "multipole density=0.0625 k_tile=32"; "ahla every:3" keeps
+      softmax in every third block
     compiled: without and with torch.compile
     json: result file to add to
     picture: PNG to draw from the whole file
@@ -206,7 +205,7 @@ class ModelSettings:
         known_words = {"models": MODELS, "modes": MODES, "weights": WEIGHTS, "mixers": zoo.mixers.MIXERS}
         for key, allowed in known_words.items():
             for word in getattr(self, key):
-                name = word.partition(" ")[0] if key == "mixers" else word
+                name = rows.arm(word)[0] if key == "mixers" else word
                 if name not in allowed:
                     raise unknown_name(key.removesuffix("s"), name, allowed)
         known = {size for family in MODELS.values() for size in family.batch}

@@ -1,5 +1,6 @@
 """Figures of the speed tables."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def draw_video(result: Row, file: Path) -> None:
     mixers = list(dict.fromkeys(row["mixer"] for row in rows))
     figure, axes = plt.subplots(figsize=(2.4 + 2.6 * len(cases), 4), layout="constrained")
     width = 0.85 / len(mixers)
-    for place, (mixer, color) in enumerate(zip(mixers, COLORS, strict=False)):
+    for place, (mixer, color) in enumerate(zip(mixers, itertools.cycle(COLORS), strict=False)):
         label: str | None = mixer
         for i, case in enumerate(cases):
             ms = {r["mixer"]: r["ms"] for r in rows if (r["model"], r["size"], r["mode"]) == case}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from benchmarks.rows import arm
 from zoo import config
 from zoo.data import share_data
 from zoo.io import result_file, write_json
@@ -59,18 +59,6 @@ class QualitySettings:
         check_ranges("", self, seeds=SEED)
         for mixer in self.mixers:
             arm(mixer)
-
-
-def arm(words: str) -> tuple[str, dict[str, Any]]:
-    """Parse a mixer and its options. Raises ValueError for an option without a value."""
-    mixer, *options = words.split()
-    found = {}
-    for word in options:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"expected a mixer and its options, such as 'mhla mixing=project', got {words!r}")
-        found[key] = yaml.safe_load(value)
-    return mixer, found
 
 
 def quality(words: list[str]) -> dict[str, Any]:

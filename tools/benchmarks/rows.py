@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from zoo.io import result_file
 
 KERNEL_KEY = ("op", "impl", "shape", "options", "pass")
@@ -20,6 +22,24 @@ def command_of(words: list[str]) -> str:
     """Return the command line for a result file."""
     kept = [shlex.quote(word) for word in words if not word.startswith(PRIVATE)]
     return " ".join(["python tools/benchmark.py", *kept])
+
+
+def arm(words: str) -> tuple[str, dict[str, Any]]:
+    """Parse a mixer and its options, such as "mhla every:3 depthwise=v"; "every:3" is short for "keep_softmax=every:3".
+
+    Raises ValueError for an option without a value.
+    """
+    mixer, *options = words.split() or [""]
+    found = {}
+    for word in options:
+        key, equals, value = word.partition("=")
+        if word.startswith("every:"):
+            found["keep_softmax"] = word
+        elif equals:
+            found[key] = yaml.safe_load(value)
+        else:
+            raise ValueError(f"expected a mixer and its options, such as 'mhla mixing=project', got {words!r}")
+    return mixer, found
 
 
 def key_of(row: Row, names: tuple[str, ...]) -> str:
