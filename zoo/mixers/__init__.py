@@ -22,6 +22,7 @@ from zoo.mixers.protocol import Mixer
 from zoo.mixers.rala import Rala
 from zoo.mixers.resolvent import Resolvent
 from zoo.mixers.softmax import Softmax
+from zoo.mixers.strassen import Multilinear, Strassen
 from zoo.mixers.taylor2 import Taylor2
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -38,6 +39,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "inline": InLine,
     "mesa": Mesa,
     "resolvent": Resolvent,
+    "strassen": Strassen,
+    "multilinear": Multilinear,
     "hdla": HDLA,
     "gdn": GatedDeltaNet,
     "deltanet": DeltaNet,
