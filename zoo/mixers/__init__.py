@@ -12,6 +12,7 @@ from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.delta import GLA, HDLA, DeltaNet, GatedDeltaNet, Mamba2, RetNet
 from zoo.mixers.hla import AHLA, HLA2, HLA3, LinearAttention
 from zoo.mixers.inline import InLine
+from zoo.mixers.low_rank import Efficient, Flare, Linformer, Nystrom, Performer
 from zoo.mixers.mala import Mala
 from zoo.mixers.mesa import Mesa
 from zoo.mixers.mhla import BlockMixer, SecondOrderBlockMixer
@@ -41,6 +42,11 @@ MIXERS: dict[str, type[Mixer]] = {
     "resolvent": Resolvent,
     "strassen": Strassen,
     "multilinear": Multilinear,
+    "efficient": Efficient,
+    "performer": Performer,
+    "flare": Flare,
+    "linformer": Linformer,
+    "nystrom": Nystrom,
     "hdla": HDLA,
     "gdn": GatedDeltaNet,
     "deltanet": DeltaNet,

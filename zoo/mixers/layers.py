@@ -164,9 +164,7 @@ class HeadGains(nn.Module):
         t = self.temperature.repeat_interleave(x.shape[2] // len(self.temperature))
         return x * t[:, None].to(x.dtype)
 
-    def forward(
-        self, o: Tensor, v: Tensor, mask: Tensor | None = None, group: ProcessGroup | None = None
-    ) -> Tensor:
+    def forward(self, o: Tensor, v: Tensor, mask: Tensor | None = None, group: ProcessGroup | None = None) -> Tensor:
         mean = mean_value(v, mask, group).repeat_interleave(o.shape[2] // v.shape[2], dim=2)
         out = (o * self.gain[:, None] + mean * self.shift[:, None]).to(o.dtype)
         return out if mask is None else out.where(mask[:, :, None, None], 0)

@@ -1,11 +1,15 @@
-"""Key-value moments [D, D] per head in float32, for mixers that solve a linear system."""
+"""Sums over tokens in float32: key-value moments [D, D] per head, and softmax over tokens."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hla_kernels.features import feature
-from hla_kernels.ranks.collectives import add_ranks
+from hla_kernels.ranks.collectives import add_ranks, add_tokens
 from zoo.mixers.base import LinearMixer
+
+NO_CHANGE = "relu"  # leaves non-negative features unchanged and lets the operator divide by their sum
 
 
 class MomentMixer(LinearMixer):
@@ -51,3 +55,30 @@ def real_features(
         return q, k, v, q.shape[1]
     valid = mask[:, :, None, None]
     return q.where(valid, 0), k.where(valid, 0), v.where(valid, 0), valid.sum(1, keepdim=True)
+
+
+def token_softmax(scores: Tensor, mask: Tensor | None, group: ProcessGroup | None) -> tuple[Tensor, int | Tensor]:
+    """Return softmax over the tokens of scores [B, N, ...] in at least float32, and the number of tokens.
+
+    Over the real tokens of mask [B, N], or the tokens of all devices of `group`; not both.
+    """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if group is not None:
+        weights = (scores - token_max(scores, group)).exp()
+        total, count = add_tokens(weights, group)
+        return weights / total, count
+    if mask is None:
+        return scores.softmax(1), scores.shape[1]
+    valid = mask[:, :, None, None]
+    return scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(1).where(valid, 0), valid.sum(
+        1, keepdim=True
+    )
+
+
+def token_max(scores: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the largest of scores [B, N, ...] over the tokens of all devices, [B, 1, ...], without a gradient."""
+    least = scores.new_full((scores.shape[0], 1, *scores.shape[2:]), -torch.inf)  # a device may have no token
+    largest = torch.cat([least, scores.detach()], 1).amax(1, keepdim=True)
+    if group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest

@@ -1,19 +1,14 @@
 """Rank-augmented linear attention (RALA): keys are weighted by their similarity to the mean query."""
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hla_kernels.features import feature
-from hla_kernels.ranks.collectives import add_tokens
 from zoo.mixers.base import EPS
 from zoo.mixers.context import Context
 from zoo.mixers.hla import LinearAttention
 from zoo.mixers.layers import mean_value
+from zoo.mixers.moments import NO_CHANGE, token_softmax
 from zoo.mixers.options import TwoSidedRatioOptions
-
-NO_CHANGE = "relu"  # leaves non-negative features unchanged and lets the operator divide by their sum
 
 
 class Rala(LinearAttention):
@@ -51,20 +46,5 @@ class Rala(LinearAttention):
         """
         mean_query = mean_value(q, mask, self.group).unflatten(2, (k.shape[2], -1)).mean(3)  # [B, 1, Hk, D]
         scores = self.scale * (k * mean_query).sum(-1, keepdim=True, dtype=mean_query.dtype)
-        if self.group is not None:
-            return softmax_over_ranks(scores, self.group)
-        if mask is None:
-            return k.shape[1] * scores.softmax(1)
-        valid = mask[:, :, None, None]
-        alpha = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(1)
-        return valid.sum(1, keepdim=True) * alpha
-
-
-def softmax_over_ranks(scores: Tensor, group: ProcessGroup) -> Tensor:
-    """Compute N softmax(scores) over the N tokens of all devices of `group`: scores [B, N of this device, Hk, 1]."""
-    least = scores.new_full((scores.shape[0], 1, *scores.shape[2:]), -torch.inf)
-    largest = torch.cat([least, scores.detach()], 1).amax(1, keepdim=True)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    weights = (scores - largest).exp()
-    total, count = add_tokens(weights, group)
-    return count * weights / total
+        alpha, count = token_softmax(scores, mask, self.group)
+        return count * alpha
