@@ -42,13 +42,13 @@ GROUPS = ("plain", "decay", "ratio", "float16", "frame", "decode", "delta")
 IMPLS = ("triton", "torch", "sdpa_cudnn")
 BOTH_FORMS = ("ratio", "delta")  # groups timed in torch too
 PASSES = ("forward", "forward_backward")
-# least speed-up over softmax, forward and backward; plain calls, others may take SLOWER times as long
+# minimum speed-up over softmax, forward and backward, of plain calls; other calls may take SLOWER times as long
 SPEED_UP = {
     "tokens4k": {"linear_attention": 5.0, "ahla": 3.0, "hla2": 3.0, "hla3": 2.2},
     "tokens32k": {"linear_attention": 30.0, "ahla": 15.0, "hla2": 15.0, "hla3": 11.0},
 }
 SLOWER = 1.15
-# largest time relative to the base of a group: two-sided la, copy of the state, gated delta net
+# maximum time relative to the base of a group: two-sided la, copy of the state, gated_delta_net
 AT_MOST = {"frame": 1.3, "decode": 1.3, "delta": 1.6}
 RULES = ("gla", "delta_net", "gated_delta_net", "hdla")  # ranks 0, 1, 1, 2
 

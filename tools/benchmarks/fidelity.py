@@ -91,8 +91,7 @@ def measured(candidate: Candidate, settings: FidelitySettings, device: torch.dev
     """Return one row per combination of options.
 
     kl: mean KL(softmax || changed) of class probabilities in nats. same: fraction of images with the same top class.
-    top1,
-    softmax_top1: accuracies in percent. seconds: duration.
+    top1, softmax_top1: accuracies in percent. seconds: duration.
     """
     model: Any = candidate.model.to(device).eval()
     images, labels = load_images(candidate, settings, device)

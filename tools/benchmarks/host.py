@@ -1,6 +1,6 @@
 """Table of host times: an eager call, and the first call of a new process.
 
-Eager calls are launched without waiting, with so few tokens that the GPU is never behind; softmax is torch's attention.
+Eager calls have so few tokens that the GPU always waits for the host; softmax is torch's attention.
 First calls run in one new process per case, with empty compiler caches and after another operator ran.
 """
 

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PARTS = ("attention", "matmul", "rest")
 ATTENTION = ("scaleddotproduct", "hlakernels::")
 MATMUL = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
-# calls of the driver are numbered by themselves: one that no operator made may have the number of an operator
+# the profiler numbers driver calls separately from operators, so that the two numbers may coincide
 DRIVER = re.compile("cu(da)?[A-Z]")
-# how often a GPU sends (n - 1) / n of the whole tensor, by collective
+# bytes that a GPU sends, in units of (n - 1) / n of the whole tensor, by collective
 SENT = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1, "broadcast": 1}
 
 

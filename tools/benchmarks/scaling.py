@@ -51,16 +51,16 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POL
 class ScalingSettings:
     """Numbers of GPUs and what to measure on them; rows are merged into the file.
 
-    gpus: numbers of GPUs; 1 is what efficiency is relative to
+    gpus: numbers of GPUs; efficiency is relative to one GPU
     methods: ways to share the tokens of a video: softmax ring, softmax ulysses, or the name of a mixer
     sizes: height of the video, 480 or 720 (32,760 and 75,600 tokens)
     modes: infer, train; training uses the first of `sizes`
-    layers: blocks of Wan2.1-1.3B, which has 30; times grow in proportion
-    models: trained with data parallelism: vit_small (224 pixels), dit_xl2 (256 pixels)
-    mixer: their mixer
+    layers: number of blocks of Wan2.1-1.3B (published: 30); times are about proportional to it
+    models: models trained with data parallelism: vit_small (224 pixels), dit_xl2 (256 pixels)
+    mixer: mixer of these models
     backends: ddp, fsdp2
-    steps: timed steps after three others
-    tiny: models of a few thousand weights, on CPUs without GPUs: a check of the command
+    steps: number of timed steps, after three warm-up steps
+    tiny: use models of a few thousand weights, on CPU processes if there are no GPUs, to check an installation
     json: result file to add to
     picture: PNG to draw from the whole file
     """

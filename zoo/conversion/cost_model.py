@@ -2,7 +2,7 @@
 
 The table `docs/results/kernels-h200.json`, shipped with the package, holds times at a few shapes. Linear operators cost
 c per element of [B, N, H, D]; softmax and `taylor2` cost a + b N per element. Adaptive multipole
-(`adaptive-kernels-h200.json`) costs a + b x, x = (6 / k_tile + 2 density) N the number of its multiplications. The
+(`adaptive-kernels-h200.json`) costs a + b x, with x = (6 / k_tile + 2 density) N its multiplications per element. The
 coefficients are fitted by relative least squares.
 """
 

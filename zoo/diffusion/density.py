@@ -16,7 +16,7 @@ class DensitySchedule:
     """Context in which the adaptive `multipole` layers of some denoisers have a density that depends on the step.
 
     scheduler: scheduler of diffusers of the sampling. A call of `scheduler.step` ends a step, and a call of
-    `scheduler.set_timesteps` begins anew.  steps: pairs (first step, density); a density of 0 is each layer's own.
+    `scheduler.set_timesteps` starts again at step 0.  steps: pairs (first step, density); a density of 0 is each layer's own.
     [[0, 1.0], [2, 0]] computes the first two steps exactly.
 
     Raises ValueError for other pairs, and for models without such a layer.
@@ -56,7 +56,7 @@ class DensitySchedule:
             layer.density = own
 
     def begin_step(self, step: int) -> None:
-        """Set the densities of a step."""
+        """Set the densities of all layers for a step."""
         self.step = step
         density = [x for first, x in self.steps if first <= step][-1]
         for layer, own in self.layers:

@@ -15,7 +15,7 @@ from zoo.mixers.protocol import Mixer
 from zoo.models.diffusers.families import known_family
 from zoo.models.diffusers.models import HLADiffusionModel, patch_of
 
-States = dict[str, Any]  # of the operators of one mixer
+States = dict[str, Any]  # states of the operators of one mixer, by name
 
 
 class FrameStream:

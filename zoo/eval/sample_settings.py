@@ -31,7 +31,7 @@ class SampleOptions:
     size: height and width in pixels; none for the model's own
     width: width of videos in pixels; none for squares
     frames: frames per video; none for the model's own
-    stream: generate videos of a frame-causal model (mixer option causal=frame) a training length at a time; the
+    stream: generate videos of a frame-causal model (mixer option causal=frame) in pieces of the training length; the
       attention layers need no more memory for more frames, but all latents are decoded together
     density: pairs [first step, density] for layers of adaptive multipole, 0 for their own density: [[0, 1.0], [2, 0]]
       computes the first two steps exactly; empty for their own in all steps

@@ -22,7 +22,7 @@ from zoo.mixers.options import MixerOptions
 MAX_BLOCK_RATIO = 8 / 7  # largest M / sqrt(N) of choose_blocks
 DIVIDING = "dividing"  # value of the option `blocks` that selects `dividing_blocks`
 MIN_PRIOR_WEIGHT = 1e-4  # lower bound inside a softmax, where a weight of zero would never train
-KNOTS = 16  # knots of the function of distance
+KNOTS = 16  # number of knots of the piecewise linear weight of mixing="distance"
 DECAY_LENGTH = 3.0  # decay length of the prior "exp", in blocks
 LOCAL_RADIUS = 1.5  # radius of the prior "local", in blocks
 
@@ -99,7 +99,7 @@ class BlockedOptions(MixerOptions):
 
     @property
     def needs_grid(self) -> bool:
-        """Always."""
+        """Whether the token grid is needed: always."""
         return True
 
     @property
@@ -165,7 +165,7 @@ def block_distances(blocks: Grid) -> Tensor:
 
 
 def grid_diagonal(blocks: Grid) -> float:
-    """Length of the diagonal of the grid, in blocks, over the axes with more than one block."""
+    """Return the length of the diagonal of the grid, in blocks, over the axes with more than one block."""
     return math.hypot(*(m for m in blocks if m > 1)) or 1.0
 
 
@@ -271,7 +271,7 @@ class BlockMixing(nn.Module):
         return w.clamp(min=0) if self.kind == "project" else (self.gain * w).softmax(-1)
 
     def _logits(self, blocks: Grid) -> Tensor:
-        """Logits [.., M, M], interpolated between the knots; distances are relative to the diagonal of the grid."""
+        """Compute logits [.., M, M], interpolated between the knots; distances are relative to the diagonal of the grid."""
         dtype = torch.promote_types(self.knots.dtype, torch.float32)
         axes = [torch.arange(n, device=self.knots.device, dtype=dtype) for n in blocks]
         centres = torch.cartesian_prod(*axes).reshape(-1, len(blocks))

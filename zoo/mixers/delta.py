@@ -19,8 +19,8 @@ from zoo.mixers.options import LocalOptions
 from zoo.mixers.protocol import Mixer
 from zoo.mixers.scans import DIRECTIONS, SCAN_ORDERS, Order, order_of
 
-MAX_BETA = 2.0  # of `hdla`, which reflects the state along the key there; the others overwrite it at 1
-GLA_TEMPERATURE = 16.0  # GLA, arXiv 2312.06635, section 4.4
+MAX_BETA = 2.0  # upper bound of beta in `hdla`, where I - beta k k' is a reflection; at 1 it erases the key
+GLA_TEMPERATURE = 16.0  # decays are sigmoid(x)^(1/16); GLA, arXiv 2312.06635, section 4.4
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DeltaOptions(LocalOptions):
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees the tokens before it only."""
+        """Whether a token attends only to itself and to earlier tokens."""
         return self.scan == "raster"
 
     @property
@@ -65,7 +65,7 @@ class DeltaMixer(Mixer):
     """S_t = (D_t - A_t B_t') S_{t-1} + k_t v_t', o_t = scale S_t' q_t along a scan of the tokens (`hla_kernels.delta`).
 
     q, k and v pass a depthwise convolution over the grid (zero-initialised) and the activation, keys are divided by
-    their length, the output passes a norm per head and a gate. All scans but "raster" read text tokens first, then the
+    their length (in `hdla`, `deltanet` and `gdn`), the output passes a norm per head and a gate. All scans but "raster" read text tokens first, then the
     patches in their order, then class and register tokens. A subclass computes the numbers of its rule from the
     hidden states in `arguments`.
 
@@ -87,10 +87,10 @@ class DeltaMixer(Mixer):
         self.build(layer)
 
     def build(self, layer: LayerSpec) -> None:
-        """Make the parameters of the rule."""
+        """Create the parameters of the rule."""
 
     def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        """Arguments of `hla_kernels.delta` other than q, for hidden states x [B, N, C] and k, v [B, N, H, D]."""
+        """Compute the arguments of `hla_kernels.delta` other than q from hidden states x [B, N, C] and k, v [B, N, H, D]."""
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
@@ -116,7 +116,7 @@ class DeltaMixer(Mixer):
         return q, k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
 
     def _scanned(self, q: Tensor, given: Arguments, ctx: Context) -> Tensor:
-        """Outputs of the operator over the directions of `scan`, [B, N, H, D]."""
+        """Run the operator over the directions of `scan`, q [B, N, H, D] -> [B, N, H, D]."""
         scan, place = self.options.scan, (ctx, q.shape[1], q.device)
         if scan == "raster":
             return _delta(q, given)
@@ -148,17 +148,17 @@ def _delta(q: Tensor, given: Arguments) -> Tensor:
 
 
 def _run_in_order(order: Order, q: Tensor, given: Arguments) -> Tensor:
-    """Outputs of the operator over the tokens in an order."""
+    """Run the operator over the tokens in an order."""
     return order.unpermute(_delta(order.permute(q), _apply(given, lambda x: order.permute(x) if x.dim() > 1 else x)))
 
 
 def _apply(given: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
-    """Every argument changed."""
+    """Apply `change` to every argument."""
     return cast(Arguments, {name: change(cast(Tensor, x)) for name, x in given.items()})
 
 
 def _select_heads(x: Tensor, heads: Tensor) -> Tensor:
-    """Some heads of an argument [H] or [B, N, H, ..]."""
+    """Select heads of an argument [H] or [B, N, H, ..]."""
     return x[heads] if x.dim() == 1 else x[:, :, heads]
 
 

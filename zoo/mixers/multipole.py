@@ -17,7 +17,7 @@ from zoo.mixers.protocol import Mixer
 
 BRANCHES = ("la", "ahla", "hla2", "hla3")
 OF_NEAR = ("blocks", "radius", "degree")  # options of select="near"
-OF_TILES = ("density", "q_tile", "k_tile", "far", "branch")  # options of the other values
+OF_TILES = ("density", "q_tile", "k_tile", "far", "branch")  # options of all other values of select
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class MultipoleOptions(BlockedOptions):
     Raises ValueError for feature_map, center, mean_path and causal, and for a value that is not allowed.
 
     select: which tokens are exact: key tiles chosen per query tile and head by expected error ("error"), mass ("mass")
-        or score of the means ("mean"), or "near" tokens. blocks, radius and degree are options of "near", which they
-        imply if select is not given; density, q_tile, k_tile, far and branch of the others
+        or score of the means ("mean"), or "near" tokens. blocks, radius and degree belong to "near", and imply it if
+        select is not given; density, q_tile, k_tile, far and branch belong to the other values
     density: fraction of exact key tiles, above 0; 1 is softmax; or a list with one value per attention layer
     q_tile: maximum number of tokens of a query tile, a power of two
     k_tile: maximum number of tokens of a key tile, a power of two
@@ -113,7 +113,7 @@ class Multipole(BlockedMixer):
     """Multipole attention o_t = sum_j w_tj v_j / sum_j w_tj: exact weights where they matter, others approximated.
 
     By default w_tj = exp(s_tj), s_tj = scale q_t.k_j, for the key tiles whose pooling would have the largest expected
-    error, a part `density` of all tiles; other tiles are pooled (`hla_kernels.adaptive_multipole`).
+    error, the fraction `density` of all tiles; other tiles are pooled (`hla_kernels.adaptive_multipole`).
 
     select="near": exact for tokens within `radius` along every axis of the grid, else w_tj = exp(a_tb) (1 + s_tj -
     a_tb) for j in block b, with a_tb the mean of s_tj over the block. Blocks that do not divide the grid differ by one

@@ -103,7 +103,7 @@ class Mixer(nn.Module):
         return False
 
     def why_not_shared(self) -> str:
-        """Reason why context parallelism cannot share the tokens between devices; empty if it can."""
+        """Return the reason why context parallelism cannot share the tokens between devices; empty if it can."""
         opt = self.options
         if opt.depthwise or opt.lepe or opt.cpe:
             return "convolves neighbouring tokens (depthwise, lepe, cpe), which other devices hold"

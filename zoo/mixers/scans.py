@@ -18,16 +18,16 @@ class Order(NamedTuple):
     inverse: Tensor
 
     def permute(self, x: Tensor) -> Tensor:
-        """Tokens [B, N, ..] in this order."""
+        """Reorder tokens [B, N, ..]."""
         return x[:, self.tokens]
 
     def unpermute(self, x: Tensor) -> Tensor:
-        """Inverse of `permute`."""
+        """Undo `permute`."""
         return x[:, self.inverse]
 
 
 def order_of(direction: int, ctx: Context, n_tokens: int, device: torch.device) -> Order:
-    """Order of a direction: 0 forward, 1 backward, 2 forward by columns, 3 backward by columns.
+    """Return the order of a direction: 0 forward, 1 backward, 2 forward by columns, 3 backward by columns.
 
     By columns: the last two axes of the grid are exchanged. Every order begins with the suffix (text) tokens and ends
     with the prefix (class, register) tokens, so that text reaches the patches and the patches reach the class token.

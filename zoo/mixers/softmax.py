@@ -119,7 +119,7 @@ class Softmax(Mixer):
         return o.transpose(1, 2)
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, drop: float) -> Tensor:
-        """Softmax attention with an explicit [B, H, N, N] matrix, as in hosts without fused attention."""
+        """Compute softmax attention with an explicit [B, H, N, N] matrix, as in hosts without fused attention."""
         scores = q * self.scale @ k.transpose(-2, -1)
         if is_causal:
             scores = scores + scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)

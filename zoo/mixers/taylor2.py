@@ -112,7 +112,7 @@ class Taylor2(LinearMixer):
         )
 
     def _operator_coefficients(self) -> Tensor:
-        """Coefficients c1, c2 [H, 2] of the operator."""
+        """Return the coefficients c1, c2 [H, 2] of the operator."""
         if not self.options.normalize:
             return self.coefficients
         first, second = self.coefficients.unbind(1)

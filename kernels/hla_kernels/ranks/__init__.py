@@ -5,8 +5,9 @@ Each rank holds some tokens of every sequence and computes their outputs. Ranks 
     sums     two-sided la, hla2, ahla, hla3, polynomial: one all-reduce of the moments (`sharded`); mhla: of the moments
              of all blocks (`blocks`); taylor2: of the means, then of the degree-2 moment (`taylor`)
     states   causal la, hla2, ahla, hla3: the state of every rank's segment, merged in the order of the ranks (`scan`)
-    heads    softmax, multipole, adaptive_multipole, causal="frame", and causal calls whose states cannot be merged: all
-             tokens of some heads instead of some tokens of all heads, and back (`heads`; Ulysses, arXiv 2309.14509)
+    heads    softmax, multipole, adaptive_multipole, causal="frame", and causal calls whose states cannot be merged: an
+             all-to-all gives each rank all tokens of some heads, a second one undoes it (`heads`; Ulysses, arXiv
+             2309.14509)
 
-Sums and states do not grow with the number of tokens. Heads move (q + k + v + o) (n - 1) / n of a rank's tokens.
+Sums and states do not grow with the number of tokens. With heads, n ranks move (n - 1) / n of q, k, v and o.
 """

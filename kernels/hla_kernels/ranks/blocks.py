@@ -1,4 +1,4 @@
-"""Block mixing: moments of all blocks are added over the ranks. The border of a share may cut a block."""
+"""Block mixing: moments of all blocks are added over the ranks. A block may be split between two ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mix_blocks(
         raise ValueError("tokens spread over ranks have no causal mhla, which orders the tokens inside a block.")
     layout, opt = call.options.layout, call.options
     if opt.scale is None:
-        opt = opt._replace(scale=layout.n_blocks / layout.n_tokens)  # of all tokens, not of the share
+        opt = opt._replace(scale=layout.n_blocks / layout.n_tokens)  # of all tokens, not of this rank's
     share = Share(layout, start, q.shape[1], q.device)
     with plain_precision(call.q):
         p = prepare_heads(call.q, call.k, call.v, mixing, opt, None, rotary)
@@ -54,14 +54,14 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, n: int, options: d
 
 
 class Share:
-    """Blocks that contain tokens of a share: `n` tokens from `start` on. Blocks are padded with zeros."""
+    """Blocks that contain tokens of one rank, the `n` tokens from `start` on. Blocks are padded with zeros."""
 
     def __init__(self, layout: Layout, start: int, n: int, device: torch.device) -> None:
         self.n_blocks = layout.n_blocks
         self.blocks, self.tokens, self.places = _tables(layout, start, n, device)
 
     def weigh(self, group: Any, q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float, options: BlockOptions) -> Tensor:
-        """Return W v [B, Hk, G, N, E] for features q, k and values v of this share, without the denominator."""
+        """Return W v [B, Hk, G, N, E] for features q, k and values v of this rank, without the denominator."""
         q, k, v = (F.pad(x, (0, 0, 0, 1))[..., self.tokens, :] for x in (q, k, v))
         own = [self._in_all(x) for x in block_moments(q, k, v, s, options.order)]
         rows = m[..., self.blocks, :]
@@ -69,7 +69,7 @@ class Share:
         return y.flatten(-3, -2)[..., self.places, :]
 
     def _in_all(self, x: Tensor) -> Tensor:
-        """Spread moments [.., blocks of the share, F, E] over all blocks, with zeros elsewhere."""
+        """Place moments [.., blocks of this rank, F, E] among those of all blocks, which are zero elsewhere."""
         return x.new_zeros(*x.shape[:-3], self.n_blocks, *x.shape[-2:]).index_copy(-3, self.blocks, x)
 
 

@@ -20,7 +20,7 @@ from .heads import by_heads
 from .scan import scan
 from .taylor import expand
 
-ABSENT = ("key_padding_mask", "token_mask", "cu_seqlens", "state", "return_state")  # options of whole sequences
+ABSENT = ("key_padding_mask", "token_mask", "cu_seqlens", "state", "return_state")  # unsupported options, which refer to whole sequences
 
 
 def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: Any) -> Tensor:
@@ -28,7 +28,7 @@ def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: 
 
     op: an operator or its name. q [B, N, H, D], k, v [B, N, Hk, .]: this rank's tokens; N may be 0 and may differ
     between ranks. Where order matters (causal, grid), ranks hold consecutive tokens in their order. options: as
-    for the operator (grid: of all tokens; rotary, narrow: of this rank's), with coefficients or mixing by name. All
+    for the operator (grid: of all tokens; rotary, narrow: of this rank's), coefficients and mixing are keyword arguments. All
     ranks must call this function with equal options, and all must run the backward pass. Gradients refer to the sum of
     the losses of all ranks; the gradient of a tensor option (coefficients, mixing, decay) is this rank's share.
 
@@ -58,8 +58,8 @@ def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: 
 
 
 def _is_ordered(name: str, options: dict[str, Any]) -> bool:
-    """Whether a causal call has no states that can be merged at any token: shares may cut frames, and centred stages
-    have no summary (`merge`)."""
+    """Whether the states of a causal call cannot be merged: a rank may begin inside a frame, and centred calls of higher
+    order have no mergeable state."""
     causal, centred = options.get("causal"), options.get("center") is not None
     return causal == "frame" or bool(causal and centred and name != "linear_attention")
 
