@@ -15,9 +15,9 @@ from zoo.mixers.multipole import Multipole
 class DensitySchedule:
     """Context in which the adaptive `multipole` layers of some denoisers have a density that depends on the step.
 
-    scheduler: scheduler of diffusers of the sampling. A call of `scheduler.step` ends a step, and a call of
-    `scheduler.set_timesteps` starts again at step 0.  steps: pairs (first step, density); a density of 0 is each layer's own.
-    [[0, 1.0], [2, 0]] computes the first two steps exactly.
+    scheduler: the scheduler that samples. A call of `scheduler.step` ends a step, and a call of
+    `scheduler.set_timesteps` starts again at step 0.  steps: pairs (first step, density); a density of 0 is each
+    layer's own. [[0, 1.0], [2, 0]] computes the first two steps exactly.
 
     Raises ValueError for other pairs, and for models without such a layer.
     """

@@ -271,7 +271,7 @@ class BlockMixing(nn.Module):
         return w.clamp(min=0) if self.kind == "project" else (self.gain * w).softmax(-1)
 
     def _logits(self, blocks: Grid) -> Tensor:
-        """Compute logits [.., M, M], interpolated between the knots; distances are relative to the diagonal of the grid."""
+        """Compute logits [.., M, M], interpolated between the knots; distances are relative to the grid's diagonal."""
         dtype = torch.promote_types(self.knots.dtype, torch.float32)
         axes = [torch.arange(n, device=self.knots.device, dtype=dtype) for n in blocks]
         centres = torch.cartesian_prod(*axes).reshape(-1, len(blocks))

@@ -64,10 +64,10 @@ class DeltaOptions(LocalOptions):
 class DeltaMixer(Mixer):
     """S_t = (D_t - A_t B_t') S_{t-1} + k_t v_t', o_t = scale S_t' q_t along a scan of the tokens (`hla_kernels.delta`).
 
-    q, k and v pass a depthwise convolution over the grid (zero-initialised) and the activation, keys are divided by
-    their length (in `hdla`, `deltanet` and `gdn`), the output passes a norm per head and a gate. All scans but "raster" read text tokens first, then the
-    patches in their order, then class and register tokens. A subclass computes the numbers of its rule from the
-    hidden states in `arguments`.
+    D_t is diagonal, A_t and B_t are [D, r]. q, k and v pass a depthwise convolution over the grid (zero-initialised)
+    and the activation; in `hdla`, `deltanet` and `gdn` keys are divided by their length. The output passes a norm per
+    head and a gate. All scans but "raster" read text tokens first, then the patches in their order, then class and register
+    tokens. The method `arguments` of a subclass computes decays and writing strengths from the hidden states.
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 2 (1 + r) N D^2 + 2 (1 + r)^2 N C D multiplications per
     head for the rank r of A and chunks of C = 64 tokens. Padded tokens change nothing. Options: `DeltaOptions`.
@@ -90,7 +90,7 @@ class DeltaMixer(Mixer):
         """Create the parameters of the rule."""
 
     def arguments(self, x: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        """Compute the arguments of `hla_kernels.delta` other than q from hidden states x [B, N, C] and k, v [B, N, H, D]."""
+        """Compute the arguments of `hla_kernels.delta` but q from hidden states x [B, N, C] and k, v [B, N, H, D]."""
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:

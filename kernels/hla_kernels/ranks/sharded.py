@@ -20,7 +20,7 @@ from .heads import by_heads
 from .scan import scan
 from .taylor import expand
 
-ABSENT = ("key_padding_mask", "token_mask", "cu_seqlens", "state", "return_state")  # unsupported options, which refer to whole sequences
+ABSENT = ("key_padding_mask", "token_mask", "cu_seqlens", "state", "return_state")  # unsupported
 
 
 def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: Any) -> Tensor:
@@ -28,9 +28,10 @@ def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: 
 
     op: an operator or its name. q [B, N, H, D], k, v [B, N, Hk, .]: this rank's tokens; N may be 0 and may differ
     between ranks. Where order matters (causal, grid), ranks hold consecutive tokens in their order. options: as
-    for the operator (grid: of all tokens; rotary, narrow: of this rank's), coefficients and mixing are keyword arguments. All
-    ranks must call this function with equal options, and all must run the backward pass. Gradients refer to the sum of
-    the losses of all ranks; the gradient of a tensor option (coefficients, mixing, decay) is this rank's share.
+    for the operator (grid: of all tokens; rotary, narrow: of this rank's tokens); coefficients and mixing are keyword
+    arguments. All ranks must call this function with equal options, and all must run the backward pass. Gradients refer
+    to the sum of the losses of all ranks; the gradient of a tensor option (coefficients, mixing, decay) is this rank's
+    share.
 
     Raises ValueError like the operator, for masked and stateful calls, for causal mhla, for fewer key heads than ranks
     if heads are exchanged, and for an impl other than "auto" and "torch".
@@ -58,8 +59,10 @@ def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: 
 
 
 def _is_ordered(name: str, options: dict[str, Any]) -> bool:
-    """Whether the states of a causal call cannot be merged: a rank may begin inside a frame, and centred calls of higher
-    order have no mergeable state."""
+    """Whether the states of a causal call cannot be merged.
+
+    A rank may begin inside a frame, and centred calls of higher order have no mergeable state.
+    """
     causal, centred = options.get("causal"), options.get("center") is not None
     return causal == "frame" or bool(causal and centred and name != "linear_attention")
 
