@@ -66,8 +66,8 @@ class DeltaMixer(Mixer):
 
     D_t is diagonal, A_t and B_t are [D, r]. q, k and v pass a depthwise convolution over the grid (zero-initialised)
     and the activation; in `hdla`, `deltanet` and `gdn` keys are divided by their length. The output passes a norm per
-    head and a gate. All scans but "raster" read text tokens first, then the patches in their order, then class and register
-    tokens. The method `arguments` of a subclass computes decays and writing strengths from the hidden states.
+    head and a gate. All scans but "raster" read text tokens first, then the patches in their order, then class and
+    register tokens. The method `arguments` of a subclass computes decays and writing strengths from the hidden states.
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 2 (1 + r) N D^2 + 2 (1 + r)^2 N C D multiplications per
     head for the rank r of A and chunks of C = 64 tokens. Padded tokens change nothing. Options: `DeltaOptions`.
