@@ -69,7 +69,7 @@ class Share:
         return y.flatten(-3, -2)[..., self.places, :]
 
     def _in_all(self, x: Tensor) -> Tensor:
-        """Place moments [.., blocks of this rank, F, E] among those of all blocks, which are zero elsewhere."""
+        """Pad moments [.., blocks of this rank, F, E] with zeros to all blocks."""
         return x.new_zeros(*x.shape[:-3], self.n_blocks, *x.shape[-2:]).index_copy(-3, self.blocks, x)
 
 
