@@ -64,7 +64,7 @@ def _current_keys(schema: type, tree: Tree, prefix: str = "") -> Tree:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The files of the shipped configurations, by name such as "vit/digits_softmax"."""
+    """Return the files of the shipped configurations, by name such as "vit/digits_softmax"."""
     inside = Path(__file__).with_name("configs")  # in an installed package; a checkout has them at its root
     folder = inside if inside.is_dir() else Path(__file__).resolve().parents[1] / "configs"
     return {file.relative_to(folder).with_suffix("").as_posix(): file for file in sorted(folder.rglob("*.yaml"))}
@@ -192,7 +192,7 @@ def save(config: object, path: Path) -> None:
 
 
 def differences(a: object, b: object, ignore: tuple[str, ...] = ()) -> list[str]:
-    """The dotted keys in which two configurations differ, except those in `ignore` (keys or sections)."""
+    """Return the dotted keys in which two configurations differ, except those in `ignore` (keys or sections)."""
     one, two = leaves(a), leaves(b)
     keys = [k for k in one.keys() | two.keys() if one.get(k) != two.get(k)]
     return sorted(k for k in keys if not any(k == i or k.startswith(i + ".") for i in ignore))

@@ -130,7 +130,7 @@ def _set_default_mode(file: Path) -> None:
 
 
 def _errno(error: Exception) -> int | None:
-    """The errno of a failed write; None for other errors and for errors that name their file already."""
+    """Return the errno of a failed write; None for other errors and for errors that name their file already."""
     if isinstance(error, SafetensorError):  # its message contains the errno
         found = re.search(r"\(os error (\d+)\)", str(error))
         return int(found[1]) if found else None

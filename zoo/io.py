@@ -21,7 +21,7 @@ PACKAGES = ("torch", "torch-fidelity", "timm", "numpy", "diffusers")
 
 
 def hardware() -> str:
-    """The name of the GPU, or the number of CPU cores."""
+    """Return the name of the GPU, or the number of CPU cores."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
 
 
@@ -52,7 +52,7 @@ def write_csv(head: Sequence[str], rows: Iterable[Sequence[object]], file: Path)
 
 
 def environment() -> Tree:
-    """Metadata: date, hardware, and versions of python and packages."""
+    """Return metadata: date, hardware, and versions of python and packages."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

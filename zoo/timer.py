@@ -22,7 +22,7 @@ class Timer:
         self._new_peak()
 
     def interval(self, step: int) -> tuple[int, float, dict[str, float]]:
-        """(steps, seconds of training, peak memory) since the last call."""
+        """Return (steps, seconds of training, peak memory) since the last call."""
         now, peak = time.perf_counter(), max(self.peak, self._new_peak())
         found = step - self.step, now - self.began - self.paused, self._memory(peak)
         self.step, self.began, self.paused, self.peak = step, now, 0.0, 0.0

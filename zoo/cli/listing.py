@@ -20,23 +20,23 @@ from zoo.models.diffusers.families import FAMILIES
 
 
 def mixers() -> list[str]:
-    """Names of mixers, each with the first line of its docstring."""
+    """Return the names of mixers, each with the first line of its docstring."""
     about = {name: (inspect.getdoc(kind) or "").splitlines()[0] for name, kind in MIXERS.items()}
     return [f"{name.ljust(max(map(len, about)))}  {text}" for name, text in about.items()]
 
 
 def models() -> list[str]:
-    """Names of the registered timm models with mixers."""
+    """Return the names of the registered timm models with mixers."""
     return [name for name in timm.list_models() if model_entrypoint(name).__module__.startswith("zoo.")]
 
 
 def families() -> list[str]:
-    """Names of the families of diffusers transformers, each with its class in diffusers."""
+    """Return the names of the families of diffusers transformers, each with its class in diffusers."""
     return [f"{f.name.ljust(max(len(f.name) for f in FAMILIES))}  {f.host.__name__}" for f in FAMILIES]
 
 
 def configs() -> list[str]:
-    """Names of the shipped configurations."""
+    """Return the names of the shipped configurations."""
     return list(shipped_configs())
 
 

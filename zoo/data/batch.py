@@ -11,7 +11,7 @@ class AnyBatch(Protocol):
     """A micro-batch of any kind of samples."""
 
     def unreadable(self) -> list[int]:
-        """The numbers of the samples that could not be read."""
+        """Return the numbers of the samples that could not be read."""
 
 
 class Batch(NamedTuple):
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     read: Tensor
 
     def unreadable(self) -> list[int]:
-        """The numbers of the images that could not be read."""
+        """Return the numbers of the images that could not be read."""
         return self.index[self.index != self.read].tolist()
 
 

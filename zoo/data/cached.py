@@ -72,7 +72,7 @@ class CachedImages:
         self.std = torch.tensor(spec.std, device=device).view(3, 1, 1)
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Batch]:
-        """The augmented micro-batches of the steps [first, last) for this process."""
+        """Yield the augmented micro-batches of the steps [first, last) for this process."""
         augmented, width = (self.resized, 5) if self.augment.crop == "resized" else (self.shifted, 3)
         for step in range(first, last):
             _, images = plan.step_images(step)
@@ -86,7 +86,7 @@ class CachedImages:
                 yield self._batch(augmented(self._to_device(index), self._to_device(draws[where])), index)
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Every image of this process once, in order, without augmentation."""
+        """Yield every image of this process once, in order, without augmentation."""
         for index in torch.arange(rank, len(self.labels), world).split(batch_size):
             yield self._batch(self.images[self._to_device(index)], index)
 
@@ -98,7 +98,7 @@ class CachedImages:
         return small.to(self.device, non_blocking=True)  # does not synchronize with queued kernels
 
     def shifted(self, index: Tensor, draws: Tensor) -> Tensor:
-        """The images `index`, randomly shifted and flipped, uint8 [B, 3, H, W].
+        """Return the images `index`, randomly shifted and flipped, uint8 [B, 3, H, W].
 
         draws: random numbers [B, 3] in [0, 1) for the shift down, the shift right and the flip.
         """

@@ -39,7 +39,8 @@ def decode(raw: str | bytes | IO[bytes]) -> Image.Image:
 
 
 def content(cell: Mapping[str, bytes | str] | None) -> bytes | str:
-    """The bytes or the path in an undecoded image cell of the `datasets` library. Raises Unreadable if it is empty."""
+    """Return the bytes or the path in an undecoded image cell of the `datasets` library. Raises Unreadable if it is
+    empty."""
     found = (cell or {}).get("bytes") or (cell or {}).get("path")
     if not found:
         raise Unreadable("the row holds no image")

@@ -122,11 +122,12 @@ class LoadedImages:
         self._evaluation: tuple[tuple[int, ...], Loader] | None = None
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Batch]:
-        """The augmented micro-batches of the steps [first, last) for this process."""
+        """Yield the augmented micro-batches of the steps [first, last) for this process."""
         return self._read(self._loader(train_transform(self.spec, self.augment), _MicroBatches(plan, first, last)))
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Every image of this process once, in order, without augmentation. Reuses the workers of the last call."""
+        """Yield every image of this process once, in order, without augmentation. Reuses the workers of the last
+        call."""
         share = batch_size, rank, world
         if self._evaluation is None or self._evaluation[0] != share:
             self._evaluation = share, self._evaluation_loader(*share)

@@ -53,17 +53,17 @@ class BatchPlan:
         return self.batch_size // (self.world * self.micro_batches)
 
     def step_images(self, step: int) -> tuple[int, np.ndarray]:
-        """(epoch, image numbers [batch_size]) of a step. Steps are counted from 0 over the whole run."""
+        """Return (epoch, image numbers [batch_size]) of a step. Steps are counted from 0 over the whole run."""
         epoch, i = divmod(step, self.steps_per_epoch)
         return epoch, _order(self.seed, epoch, self.n_images)[i * self.batch_size : (i + 1) * self.batch_size]
 
     def micro_batch_slice(self, number: int) -> slice:
-        """The slice of the global batch that is micro-batch `number` of this process."""
+        """Return the slice of the global batch that is micro-batch `number` of this process."""
         start = (self.rank * self.micro_batches + number) * self.micro_batch_size
         return slice(start, start + self.micro_batch_size)
 
     def keys(self, first_step: int, last_step: int) -> Iterator[list[Key]]:
-        """The keys of each micro-batch of this process in the steps [first_step, last_step)."""
+        """Yield the keys of each micro-batch of this process in the steps [first_step, last_step)."""
         for step in range(first_step, last_step):
             epoch, images = self.step_images(step)
             for number in range(self.micro_batches):

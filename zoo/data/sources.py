@@ -46,10 +46,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """The RGB image and the class number of a sample. Raises Unreadable."""
+        """Return the RGB image and the class number of a sample. Raises Unreadable."""
 
     def name(self, index: int) -> str:
-        """The name of an image in its source, for messages."""
+        """Return the name of an image in its source, for messages."""
 
 
 def open_source(
@@ -203,7 +203,8 @@ def _images(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def _without_images(root: str, found: list[tuple[str, str]]) -> str:
-    """The name of a visible sub-folder that holds none of the images found; empty if every sub-folder has images."""
+    """Return the name of a visible sub-folder that holds none of the images found; empty if every sub-folder has
+    images."""
     filled = {os.path.relpath(file, root).split(os.sep)[0] for file, _ in found}
     with os.scandir(root) as entries:
         empty = [e.name for e in entries if e.name not in filled and e.name[0] != "." and _is_folder(e)]
@@ -338,7 +339,7 @@ def _check_file(kind: str, file: str, whole: bool = False) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The message of the original error in a chain of causes, on one line."""
+    """Return the message of the original error in a chain of causes, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split()) or type(error).__name__

@@ -44,7 +44,7 @@ class LoadedModel:
     video: Tree = field(default_factory=dict)
 
     def denoisers(self) -> list[ModelMixin]:
-        """The transformer (or U-Net), and the second transformer if there is one."""
+        """Return the transformer (or U-Net), and the second transformer if there is one."""
         parts = self.pipeline.components if self.pipeline else {"transformer": self.transformer}
         return [parts[name] for name in DENOISERS if parts.get(name) is not None]
 
@@ -201,14 +201,15 @@ def _config(where: str, kind: type[ConfigMixin], **place: str) -> Tree | None:
 
 
 def _classes(base: type, ending: str, near: str = "") -> list[str]:
-    """Names of diffusers' classes with this ending. near: return only the five names most similar to this one."""
+    """Return the names of diffusers' classes with this ending. near: return only the five names most similar to this
+    one."""
     names = [n for n in dir(diffusers) if n.endswith(ending)]
     return difflib.get_close_matches(near, names, n=5, cutoff=0) if near else names
 
 
 def boundary_of(where: str) -> float | None:
-    """The time, between 0 (data) and 1 (noise), below which a two-expert pipeline (Wan 2.2 A14B) uses `transformer_2`;
-    None for other models."""
+    """Return the time, between 0 (data) and 1 (noise), below which a two-expert pipeline (Wan 2.2 A14B) uses
+    `transformer_2`; None for other models."""
     config = _config(where, DiffusionPipeline) or {}
     two = (config.get("transformer_2") or [None])[0] is not None
     return config.get("boundary_ratio") if two else None
@@ -259,6 +260,6 @@ def open_scheduler(name: str, options: Tree, own: SchedulerMixin | None) -> Sche
 
 
 def config_of(part: ConfigMixin) -> Tree:
-    """The configuration of a diffusers object as JSON values, without private entries."""
+    """Return the configuration of a diffusers object as JSON values, without private entries."""
     found = {k: v for k, v in dict(part.config).items() if not k.startswith("_")}
     return json.loads(json.dumps(found, default=str))

@@ -33,19 +33,19 @@ class Objective(Protocol):
         """Draw n random times from torch's global generator."""
 
     def times_at(self, where: Tensor) -> Tensor:
-        """The times at the given fractions, in [0, 1), of the time range, for validation."""
+        """Return the times at the given fractions, in [0, 1), of the time range, for validation."""
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """The model's input x_t."""
+        """Return the model's input x_t."""
 
     def timestep(self, t: Tensor) -> Tensor:
-        """The timestep as passed to the model."""
+        """Return the timestep as passed to the model."""
 
     def losses(self, output: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Losses:
-        """The losses of the model output [B, K C, ...], where K is `outputs`."""
+        """Compute the losses of the model output [B, K C, ...], where K is `outputs`."""
 
     def scheduler(self) -> SchedulerMixin:
-        """A scheduler of diffusers that samples from the trained model."""
+        """Return a scheduler of diffusers that samples from the trained model."""
 
 
 Times = tuple[float, float]  # range of times, where 0 is data and 1 is noise
@@ -107,8 +107,8 @@ class DDPM:
         return Losses(mse + self.bound(predicted.detach(), where, x0, noise, t), mse)
 
     def bound(self, predicted: Tensor, where: Tensor, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Term t of the variational bound, in bits per element [B]: KL(posterior || model), or at t = 0 the negative
-        log-likelihood of x0 among 256 levels in [-1, 1]."""
+        """Compute term t of the variational bound, in bits per element [B]: KL(posterior || model), or at t = 0 the
+        negative log-likelihood of x0 among 256 levels in [-1, 1]."""
         xt = self.noised(x0, noise, t)
         low, high = self._buffer_at("low", t, x0), self._buffer_at("high", t, x0)
         log_variance = low + (where + 1) / 2 * (high - low)
@@ -131,8 +131,8 @@ def expand_to(values: Tensor, x: Tensor) -> Tensor:
 
 
 def log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
-    """Log of the probability that a Gaussian assigns to the bin of x among 256 levels in [-1, 1]. The outer bins extend
-    to infinity."""
+    """Compute the logarithm of the probability that a Gaussian assigns to the bin of x among 256 levels in [-1, 1].
+    The outer bins extend to infinity."""
     scale = (-log_deviation).exp()
     upper = torch.special.ndtr((x - mean + 1 / 255) * scale)
     lower = torch.special.ndtr((x - mean - 1 / 255) * scale)

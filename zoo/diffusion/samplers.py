@@ -37,10 +37,10 @@ class Sampler(Protocol):
         """Generate the samples with these numbers: uint8 images [B, 3, H, W] or videos [B, 3, T, H, W], on the CPU."""
 
     def labels(self, numbers: Sequence[int]) -> list[int] | list[str]:
-        """The classes or prompts of the samples with these numbers."""
+        """Return the classes or prompts of the samples with these numbers."""
 
     def metadata(self) -> Tree:
-        """Everything that the samples depend on, for the metadata file."""
+        """Return everything that the samples depend on, for the metadata file."""
 
 
 def batches(sampler: Sampler, count: int, size: int, rank: int = 0, world: int = 1) -> Iterator[Tensor]:
@@ -151,7 +151,7 @@ class ClassSampler:
         return self.metadata_without_size() | {"size": self.size}
 
     def metadata_without_size(self) -> Tree:
-        """Everything that the images depend on except the size."""
+        """Return everything that the images depend on except the size."""
         return {
             **describe_denoiser(self.transformer, self.scheduler),
             "vae_sha256": None if self.vae is None else weights_hash(self.vae),
@@ -263,7 +263,7 @@ class TextSampler:
 
 
 def denoiser_of(pipeline: DiffusionPipeline) -> ModelMixin:
-    """The transformer or U-Net of a pipeline of diffusers."""
+    """Return the transformer or U-Net of a pipeline of diffusers."""
     return getattr(pipeline, "transformer", None) or pipeline.unet
 
 
@@ -309,7 +309,7 @@ def check_prompts(pipeline: DiffusionPipeline, prompts: list[str], longest: int 
 
 
 def describe_denoiser(transformer: ModelMixin, scheduler: SchedulerMixin) -> Tree:
-    """Metadata of a transformer and its scheduler: classes, configurations, hash of the weights."""
+    """Return metadata of a transformer and its scheduler: classes, configurations, hash of the weights."""
     return {
         "model": type(transformer).__name__,
         "config": config_of(transformer),

@@ -33,8 +33,8 @@ class Predictions:
         return (self.top[:, :k] == self.labels[:, None]).any(1)
 
     def sums(self) -> Tensor:
-        """Sums over the images, float64 [5], to be added over processes: number of images, number correct among the top
-        1 and among the top 5, loss, number of unreadable images."""
+        """Return sums over the images, float64 [5], to be added over processes: number of images, number correct
+        among the top 1 and among the top 5, loss, number of unreadable images."""
         found = [len(self.labels), self.correct(1).sum(), self.correct(TOP).sum(), self.loss.sum(), self.unreadable]
         return torch.tensor([float(x) for x in found], dtype=torch.float64)
 
@@ -46,7 +46,7 @@ class Predictions:
         return {"top1": 100 * one / n, "top5": 100 * five / n, "loss": loss / n, "images": n, "unreadable": unreadable}
 
     def summary(self) -> dict[str, float]:
-        """The values of `from_sums` for these predictions."""
+        """Return the values of `from_sums` for these predictions."""
         return self.from_sums(self.sums())
 
 

@@ -29,7 +29,8 @@ def load_real_labels(file: str | None = None) -> list[list[int]]:
 
 
 def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) -> float:
-    """ReaL top-1 accuracy: percentage of the images whose first prediction is one of their acceptable classes.
+    """Compute the ReaL top-1 accuracy: percentage of the images whose first prediction is one of their acceptable
+    classes.
 
     top: predictions [N, k].  names: N file names such as `ILSVRC2012_val_00000001.JPEG`, which give the position in
     `labels`. Images without acceptable classes are left out. Raises ValueError for other file names.
@@ -45,7 +46,7 @@ def real_accuracy(top: np.ndarray, names: list[str], labels: list[list[int]]) ->
 
 
 def image_number(name: str, n: int) -> int:
-    """The position of a validation image in a list of `n` labels, from its file name. Raises ValueError."""
+    """Return the position of a validation image in a list of `n` labels, from its file name. Raises ValueError."""
     stem = os.path.basename(name).rsplit(".", 1)[0]
     match = re.fullmatch(r"ILSVRC2012_val_(\d+)(_n\d{8})?", stem)  # some copies of ImageNet append the class
     if not match or not 0 < int(match[1]) <= n:
@@ -56,7 +57,7 @@ def image_number(name: str, n: int) -> int:
 
 
 def numeric_classes(root: str) -> dict[str, int] | None:
-    """The class number of each sub-folder of `root`, if all are named by their class number, as in ImageNet-V2; else
-    None."""
+    """Return the class number of each sub-folder of `root`, if all are named by their class number, as in
+    ImageNet-V2; else None."""
     folders = [entry.name for entry in os.scandir(root) if entry.is_dir()] if os.path.isdir(root) else []
     return {name: int(name) for name in folders} if folders and all(f.isdecimal() for f in folders) else None

@@ -49,7 +49,8 @@ class Output:
         write_json(metadata, self.metadata_file)
 
     def missing(self, count: int) -> list[int]:
-        """The numbers below `count` of missing images. Raises ValueError if there are images with larger numbers."""
+        """Return the numbers below `count` of missing images. Raises ValueError if there are images with larger
+        numbers."""
         there = set(self.numbers())
         more = max(there, default=-1) + 1
         if more > count:
@@ -57,7 +58,7 @@ class Output:
         return [i for i in range(count) if i not in there]
 
     def numbers(self) -> Iterator[int]:
-        """The numbers of the existing images."""
+        """Yield the numbers of the existing images."""
         raise NotImplementedError
 
     def write(self, numbers: Sequence[int], images: Tensor) -> None:

@@ -26,7 +26,8 @@ def write_card(model: Any, folder: Path, name: str, base: str, library: str) -> 
 
 
 def model_card(model: Any, name: str, base: str, library: str) -> str:
-    """Text of a card: metadata of the Hugging Face hub, mixers with their options, base model, how to load."""
+    """Return the text of a card: metadata of the Hugging Face hub, mixers with their options, base model, how to
+    load."""
     mixers = Counter((site.mixer_name, _text(site.mixer_options)) for _, site in sites_of(model))
     versions = environment()["versions"]
     facts = [

@@ -44,7 +44,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def inspect_lines(content: Content) -> list[str]:
-    """Table of all attention layers."""
+    """Return a table of all attention layers."""
     head = ["layer", "class", "tokens", "heads", "width", "now", "becomes", "softmax us", "mixer us"]
     head += ["faster from N =", "token share (%)"]
     rows = []
@@ -59,12 +59,12 @@ def inspect_lines(content: Content) -> list[str]:
 
 
 def convert_lines(content: Content) -> list[str]:
-    """Sentence on the number of parameters that the mixers added."""
+    """Return a sentence on the number of parameters that the mixers added."""
     return [f"{content['new_parameters']:,} of {content['parameters']:,} parameters are new, all others inherited."]
 
 
 def training_lines(content: Content) -> list[str]:
-    """Table of the runs of a training stage, with links to their curves."""
+    """Return a table of the runs of a training stage, with links to their curves."""
     rows = []
     for name in ("finetune", "control", "floor"):
         result = content["result"] if name == "finetune" and "result" in content else content.get(name)
@@ -74,7 +74,7 @@ def training_lines(content: Content) -> list[str]:
 
 
 def calibrate_lines(content: Content) -> list[str]:
-    """Tables of the converted layers and of the tried choices of softmax layers."""
+    """Return tables of the converted layers and of the tried choices of softmax layers."""
     head = [
         "layer",
         "R2",
@@ -106,8 +106,8 @@ def calibrate_lines(content: Content) -> list[str]:
 
 
 def transfer_lines(content: Content) -> list[str]:
-    """Table of layer distances: at the start, after training on the teacher's inputs, and after training on the
-    student's own inputs."""
+    """Return a table of layer distances: at the start, after training on the teacher's inputs, and after training on
+    the student's own inputs."""
     if not content["rows"]:
         return []
     own, rows = content["own"], []
@@ -119,7 +119,7 @@ def transfer_lines(content: Content) -> list[str]:
 
 
 def evaluate_lines(content: Content) -> list[str]:
-    """Table of all models, with recovery and forward times."""
+    """Return a table of all models, with recovery and forward times."""
     rows = []
     for r in content["rows"]:
         change = f"{r['top1_diff']:+.2f} [{r['diff_low']:+.2f}, {r['diff_high']:+.2f}]" if "top1_diff" in r else "-"
@@ -133,7 +133,7 @@ def evaluate_lines(content: Content) -> list[str]:
 
 
 def summary(found: dict[str, Content]) -> str:
-    """The finished stages, and if models were evaluated, the metric of each and the recovery."""
+    """Return the finished stages, and if models were evaluated, the metric of each and the recovery."""
     lines = [f"finished: {', '.join(found)}"]
     if content := found.get("evaluate"):
         lines += [f"{r['what']}: {content['metric']} {r['value']:.4g}" for r in content["rows"]]

@@ -70,7 +70,8 @@ class RecipeSettings:
         self.auto_keep()
 
     def auto_keep(self) -> int | None:
-        """The number n in keep_softmax=auto:<n>; None for other values. Raises ValueError for auto without a number."""
+        """Return the number n in keep_softmax=auto:<n>; None for other values. Raises ValueError for auto without a
+        number."""
         word, _, number = self.keep_softmax.partition(":") if isinstance(self.keep_softmax, str) else ("", "", "")
         if word != "auto":
             return None

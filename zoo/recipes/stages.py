@@ -123,8 +123,8 @@ def calibrate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) 
 
 
 def _shares(student: nn.Module, batch: Inputs) -> dict[str, float]:
-    """Fraction of the output of each converted layer that differs between tokens. Warns if it is too small for
-    bfloat16."""
+    """Return the fraction of the output of each converted layer that differs between tokens. Warns if it is too
+    small for bfloat16."""
     layers = converted_layers(student)
     found = {name: share for name, share in token_shares(student, batch).items() if name in layers}
     warn_of_mean_pooling(found, {name: layer.mixer_name for name, layer in layers.items()})
@@ -140,7 +140,7 @@ def _convert_keeping(kind: ConversionTask, student: nn.Module, keep: list[int]) 
 
 
 def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
-    """Layer-wise distillation, for its fraction of the budget."""
+    """Run layer-wise distillation, for its fraction of the budget."""
     keep = _stage_result(found, "calibrate")["keep_softmax"]
     n = transfer_length(kind)
     if n == 0:
@@ -170,7 +170,7 @@ def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
 
 
 def transfer_length(kind: ConversionTask) -> int:
-    """Length of layer-wise distillation in epochs or steps: 0 if it is off, else at least 1."""
+    """Return the length of layer-wise distillation in epochs or steps: 0 if it is off, else at least 1."""
     share = kind.recipe.transfer * kind.budget()
     return max(1, round(share)) if share else 0
 
@@ -227,8 +227,8 @@ def evaluate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
 
 
 def recovery(value: dict[str, float]) -> float | None:
-    """Recovery, (fine-tuned - floor) / (control - floor), from the metric of each model: 1 is as good as softmax with
-    the same budget, 0 as random attention weights. None if one of the three is missing."""
+    """Return the recovery, (fine-tuned - floor) / (control - floor), from the metric of each model: 1 is as good as
+    softmax with the same budget, 0 as random attention weights. None if one of the three is missing."""
     if not {"finetune", "floor", "control"} <= value.keys() or value["control"] == value["floor"]:
         return None
     return (value["finetune"] - value["floor"]) / (value["control"] - value["floor"])

@@ -62,11 +62,11 @@ class ConversionTask(ABC):
 
     @abstractmethod
     def schema(self) -> type:
-        """The settings class of a fine-tuning."""
+        """Return the settings class of a fine-tuning."""
 
     @abstractmethod
     def inputs(self) -> list[Inputs]:
-        """Batches of inputs for calibration, from the training set."""
+        """Return batches of inputs for calibration, from the training set."""
 
     @abstractmethod
     def save(self, model: nn.Module, keep: KeptBlocks, folder: Path) -> None:
@@ -78,7 +78,7 @@ class ConversionTask(ABC):
 
     @abstractmethod
     def starting_from(self, folder: Path, keep: KeptBlocks) -> Tree:
-        """Settings, as a tree, of a run that starts from the converted model in `folder`."""
+        """Return the settings, as a tree, of a run that starts from the converted model in `folder`."""
 
     @abstractmethod
     def run(self, tree: Tree) -> Row:
@@ -93,7 +93,7 @@ class ConversionTask(ABC):
         """Evaluate the models in folders: a row by model name, whose "value" is the metric."""
 
     def source(self) -> nn.Module:
-        """The softmax model."""
+        """Return the softmax model."""
         return self.load(Path(self.recipe.source))
 
     def convert(self, keep: KeptBlocks) -> nn.Module:
@@ -103,26 +103,26 @@ class ConversionTask(ABC):
         return model
 
     def budget(self) -> int:
-        """The length of the fine-tuning, in epochs or steps."""
+        """Return the length of the fine-tuning, in epochs or steps."""
         section, key = self.length
         return int(self.tree[section][key])
 
     def with_length(self, n: int) -> Tree:
-        """Settings, as a tree, of a run of n epochs or steps, with the warm-up scaled accordingly."""
+        """Return the settings, as a tree, of a run of n epochs or steps, with the warm-up scaled accordingly."""
         section, key = self.length
         warm = f"warmup_{key}"
         share = self.tree[section][warm] * n / self.budget()
         return {section: {key: n, warm: type(self.tree[section][warm])(share)}}
 
     def settings(self, *trees: Tree) -> Tree:
-        """The settings of the fine-tuning, as a tree, overridden by `trees` in order."""
+        """Return the settings of the fine-tuning, as a tree, overridden by `trees` in order."""
         found = self.tree
         for tree in trees:
             found = merge(found, tree)
         return found
 
     def autocast(self) -> torch.autocast:
-        """The autocast context of the runs."""
+        """Return the autocast context of the runs."""
         return autocast(_device().type, self.tree["run"]["precision"])
 
     def random_attention(self, model: nn.Module) -> None:
@@ -136,7 +136,7 @@ class ConversionTask(ABC):
                         nn.init.zeros_(part.bias)
 
     def options(self) -> Tree:
-        """The options of the mixer, with gains, which calibration needs."""
+        """Return the options of the mixer, with gains, which calibration needs."""
         return {"gains": True, **self.recipe.mixer_options}
 
 
@@ -189,7 +189,7 @@ class ImageTask(ConversionTask):
 
 
 def _device() -> torch.device:
-    """The device of the runs: the accelerator if there is one."""
+    """Return the device of the runs: the accelerator if there is one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found or torch.device("cpu")
 
@@ -198,7 +198,7 @@ _PLAIN = {"mixup": 0.0, "cutmix": 0.0}
 
 
 def _host(folder: str) -> Tree:
-    """Settings, as a tree, of the unchanged model in a run folder."""
+    """Return the settings, as a tree, of the unchanged model in a run folder."""
     return {
         "name": "", "kwargs": {}, "img_size": None, "checkpoint": folder, "pretrained": False, "mixer": "",
         "mixer_options": {}, "layers": [], "keep_softmax": [],

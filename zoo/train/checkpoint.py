@@ -118,19 +118,19 @@ def set_aside(checkpoint: Path) -> list[Path]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
+    """Return the checkpoints in `folder`, oldest first."""
     found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
     return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint: the number of optimizer steps done when it was written."""
+    """Return the step of a checkpoint: the number of optimizer steps done when it was written."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def choose_checkpoint(folder: Path, resume: bool | int) -> Path | None:
-    """The checkpoint in `folder` to resume from: the one of step `resume`, or the newest if `resume` is a bool. None if
-    there is no checkpoint. Raises ValueError if there is none of step `resume`."""
+    """Return the checkpoint in `folder` to resume from: the one of step `resume`, or the newest if `resume` is a
+    bool. None if there is no checkpoint. Raises ValueError if there is none of step `resume`."""
     found = list_checkpoints(folder)
     if isinstance(resume, bool):
         return found[-1] if found else None
@@ -142,7 +142,8 @@ def choose_checkpoint(folder: Path, resume: bool | int) -> Path | None:
 
 
 def advice(path: Path) -> str:
-    """Advice for a damaged checkpoint, as text: resume from the newest intact one before it, or begin a new run."""
+    """Return advice for a damaged checkpoint, as text: resume from the newest intact one before it, or begin a new
+    run."""
     for older in reversed(list_checkpoints(path.parent)):
         if step_of(older) >= step_of(path):
             continue
@@ -259,7 +260,7 @@ def check_manifest(folder: Path, step: int) -> bool:
 
 
 def _digests(files: list[Path]) -> dict[str, str]:
-    """The SHA-256 of each file, in hexadecimal, by file name."""
+    """Return the SHA-256 of each file, in hexadecimal, by file name."""
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         return dict(zip([file.name for file in files], pool.map(_digest, files), strict=True))
 

@@ -79,8 +79,8 @@ class ClassificationRun(TrainingRun[Batch]):
         return total
 
     def evaluate(self) -> Row:
-        """The accuracy (percent) and loss (nats) of the model, and of its EMA if there is one, on the validation
-        images."""
+        """Compute the accuracy (percent) and loss (nats) of the model, and of its EMA if there is one, on the
+        validation images."""
         accelerator = self.accelerator
         row: Row = {}
         where = {"rank": accelerator.process_index, "world": accelerator.num_processes}
@@ -214,7 +214,7 @@ def _check_source(settings: TrainSettings, n_classes: int) -> None:
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Distillation loss T^2 KL(softmax(teacher / T) || softmax(student / T)), averaged over the batch.
+    """Compute the distillation loss T^2 KL(softmax(teacher / T) || softmax(student / T)), averaged over the batch.
 
     student, teacher: logits [B, K]. Returns a scalar, computed in float32. The factor T^2 keeps the scale of the
     gradient independent of T (Hinton et al., arXiv 1503.02531, section 2).

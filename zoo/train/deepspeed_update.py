@@ -52,7 +52,7 @@ class ZeroUpdater(Updater):
         self._unread.append(torch.as_tensor(norm, dtype=torch.float32, device=self.accelerator.device).detach())
 
     def state_dict(self, keep: bool) -> State:
-        """The optimizer state, with the flat shards of all processes concatenated. Every process."""
+        """Return the optimizer state, with the flat shards of all processes concatenated. Every process."""
         states = self.flat.state_dict()
         full: dict[int, State] = {}
         for i, p in enumerate(self._shards()):

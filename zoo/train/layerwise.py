@@ -96,8 +96,8 @@ class LayerwiseLoss:
 def attention_distances(
     student: nn.Module, teacher: nn.Module, forward: Forward, own_inputs: bool = False
 ) -> dict[str, Tensor]:
-    """The relative distance between the outputs of each converted layer of `student` and of the teacher's layer, by
-    layer name. The gradient of a distance reaches only its own layer.
+    """Compute the relative distance between the outputs of each converted layer of `student` and of the teacher's
+    layer, by layer name. The gradient of a distance reaches only its own layer.
 
     own_inputs: whether layers get the student's hidden states or the teacher's.
     """

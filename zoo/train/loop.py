@@ -235,7 +235,7 @@ class TrainingRun(ABC, Generic[B]):
         self.write({"kind": kind, **found, **took})
 
     def autocast(self) -> torch.autocast:
-        """The autocast context of run.precision."""
+        """Return the autocast context of run.precision."""
         cache = not self.accelerator.is_fsdp2  # a cache would keep 16-bit copies of all unsharded weights
         return autocast(self.accelerator.device.type, self.settings.run.precision, cache)
 
@@ -358,7 +358,7 @@ class TrainingRun(ABC, Generic[B]):
         self.metrics.write({**where, **row})
 
     def _status(self) -> str:
-        """Text of the progress bar: loss, speed and the last evaluation."""
+        """Return the text of the progress bar: loss, speed and the last evaluation."""
         row, key = self.trained, self.metric[0]
         texts = [f"loss {row['loss']:.4g}", f"{row['images_per_second']:.0f} images/s"] if "loss" in row else []
         return ", ".join([*texts, *([f"{key} {self.evaluated[key]:.4g}"] if key in self.evaluated else [])])

@@ -42,7 +42,7 @@ class Metrics:
         self.meters.setdefault(name, AverageMeter()).update(value.detach(), n)
 
     def state_dict(self) -> dict[str, list[float]]:
-        """The running averages, by name: [sum averaged over processes, number of samples]. Every process."""
+        """Return the running averages, by name: [sum averaged over processes, number of samples]. Every process."""
         out = {}
         for name, meter in self.meters.items():
             total = torch.as_tensor(meter.sum, device=self.accelerator.device, dtype=torch.float32)

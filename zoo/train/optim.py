@@ -18,7 +18,7 @@ from zoo.train.settings import OptimSettings, ScheduleSettings
 
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that mixers added, by name."""
+    """Return the parameters that mixers added, by name."""
     return {name: p for name, p in model.named_parameters() if MIXER_PREFIX in name}
 
 

@@ -57,7 +57,8 @@ class Stop:
             raise end(self.signal) from error
 
     def requested(self) -> int:
-        """The signal because of which the run must stop after this step; 0 for none. Every process, once per step.
+        """Return the signal because of which the run must stop after this step; 0 for none. Every process, once per
+        step.
 
         Processes receive a signal at different times, so they agree by an all-reduce of the maximum. The result is read
         one step later, when it is ready, so that the host does not wait for it.

@@ -73,7 +73,7 @@ class Updater:
             self.accelerator.backward(loss)
 
     def params_without_grad(self) -> list[str]:
-        """The new parameters of mixers that have no gradient after the backward passes of a step."""
+        """Return the new parameters of mixers that have no gradient after the backward passes of a step."""
         return [name for name, p in new_parameters(self.model).items() if p.requires_grad and p.grad is None]
 
     def __call__(self, step: int) -> None:
@@ -130,7 +130,8 @@ class Updater:
         return self.counts["skipped_in_a_row"] > int(self.accelerator.scaler is not None)
 
     def state_dict(self, keep: bool) -> State:
-        """The full optimizer state, with a description of its parameters. Every process. keep: see `full_state`."""
+        """Return the full optimizer state, with a description of its parameters. Every process. keep: see
+        `full_state`."""
         return {**full_state(self.optimizer.state_dict(), keep), "layout": self.layout, "parameters": self._described()}
 
     def load(self, states: State) -> None:
@@ -147,7 +148,7 @@ class Updater:
         self._load({k: v for k, v in states.items() if k not in ("parameters", "layout")})
 
     def _described(self) -> Described:
-        """The trained parameters in the order of the optimizer."""
+        """Return the trained parameters in the order of the optimizer."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         return [[names[id(p)], list(p.shape), str(p.dtype)] for p in trained]

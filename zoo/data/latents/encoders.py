@@ -36,7 +36,7 @@ def load_vae(where: str) -> ModelMixin:
 
 
 def scaling_of(vae: ModelMixin) -> tuple[Scaling, Scaling]:
-    """(scaling, shift) of a VAE: the input of the transformer is (z - shift) * scaling for latents z."""
+    """Return (scaling, shift) of a VAE: the input of the transformer is (z - shift) * scaling for latents z."""
     if of_videos := video_vae(vae):
         return of_videos.scaling(vae)
     return float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)

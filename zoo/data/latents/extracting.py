@@ -186,7 +186,8 @@ def _count(n: int, encode: EncodeSettings) -> int:
 
 
 def _dtype(encode: EncodeSettings, tensor: Tensor) -> torch.dtype:
-    """The type in which a tensor is stored: encode.dtype for floating point, unchanged for masks and integers."""
+    """Return the type in which a tensor is stored: encode.dtype for floating point, unchanged for masks and
+    integers."""
     return getattr(torch, encode.dtype) if tensor.is_floating_point() else tensor.dtype
 
 

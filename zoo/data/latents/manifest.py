@@ -66,7 +66,7 @@ class Manifest:
 
 
 def shard_name(number: int) -> str:
-    """The file name of a shard."""
+    """Return the file name of a shard."""
     return f"shard-{number:05d}.safetensors"
 
 

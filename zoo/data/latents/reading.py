@@ -28,7 +28,7 @@ class DiffusionBatch(NamedTuple):
     bad: list[int]
 
     def unreadable(self) -> list[int]:
-        """The numbers of the samples that could not be read."""
+        """Return the numbers of the samples that could not be read."""
         return self.bad
 
 
@@ -58,7 +58,7 @@ class Latents:
         return int(self.starts[-1])
 
     def channels(self, name: str) -> int:
-        """Number of channels of the tensors called `name`; 0 if the folder has no such tensors."""
+        """Return the number of channels of the tensors called `name`; 0 if the folder has no such tensors."""
         return self.shards[0].get_slice(name).get_shape()[1] if name in self.names else 0
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[DiffusionBatch]:

@@ -48,7 +48,7 @@ class NumberedClips(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, number: int) -> tuple[Tensor, int | str]:
-        """The clip, uint8 [3, T, H, W], and its class number or caption. Raises Unreadable."""
+        """Return the clip, uint8 [3, T, H, W], and its class number or caption. Raises Unreadable."""
 
 
 class Clips:

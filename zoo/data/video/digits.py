@@ -31,7 +31,7 @@ class MovingDigits:
         return self.count
 
     def read(self, number: int) -> tuple[Tensor, int]:
-        """The clip, uint8 [3, T, H, W], and its digit."""
+        """Return the clip, uint8 [3, T, H, W], and its digit."""
         draws = np.random.default_rng((int(self.train), number))
         image, label = self.digits.read(int(draws.integers(len(self.digits))))
         height, width = self.shape.height, self.shape.width

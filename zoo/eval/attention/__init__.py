@@ -68,7 +68,7 @@ def attentions(
 
 
 def attention_matrix(model: nn.Module, image: Tensor, layer: int, head: int) -> Tensor:
-    """The effective attention [N, N] of one head for an image [3, H, W].
+    """Compute the effective attention [N, N] of one head for an image [3, H, W].
 
     Rows are query tokens, columns key tokens; prefix tokens come first. Raises ValueError for a layer or head that does
     not exist.

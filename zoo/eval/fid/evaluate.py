@@ -151,6 +151,6 @@ def _describe(one: Statistics) -> Tree:
 
 
 def _sample_metadata(path: str) -> Tree | None:
-    """The metadata that `zoo sample` wrote next to the images; None if there are none."""
+    """Return the metadata that `zoo sample` wrote next to the images; None if there are none."""
     file = Path(f"{path}.json")
     return json.loads(file.read_text()) if path and file.is_file() else None

@@ -28,13 +28,13 @@ class Extracted:
 
 
 def processes() -> PartialState:
-    """The process state of accelerate. Without an accelerator it uses the CPU, also with several processes started by
-    torchrun."""
+    """Return the process state of accelerate. Without an accelerator it uses the CPU, also with several processes
+    started by torchrun."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(index of this process, number of processes); (0, 1) without torch.distributed."""
+    """Return (index of this process, number of processes); (0, 1) without torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 

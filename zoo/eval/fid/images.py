@@ -93,11 +93,11 @@ class _Decoded(Dataset):
         return torch.tensor(number), torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
     def raw(self, number: int) -> bytes | str:
-        """The bytes or the path of one image."""
+        """Return the bytes or the path of one image."""
         raise NotImplementedError
 
     def image_name(self, number: int) -> str:
-        """The name of one image in error messages."""
+        """Return the name of one image in error messages."""
         return f"image {number} of {self.name}"
 
     def batches(self, size: int, rank: int, world: int) -> Iterator[Numbered]:

@@ -22,8 +22,8 @@ SCORE_SEED = 2020  # default of torch-fidelity
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """Frechet distance of two Gaussians with the covariances A and B, in float64 (Heusel et al. 2017, eq. 6):
-    |mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2).
+    """Compute the Frechet distance of two Gaussians with the covariances A and B, in float64 (Heusel et al. 2017, eq.
+    6): |mean_a - mean_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2).
 
     Matrix roots are computed from eigenvalues clipped at 0, so that they are real, also for singular covariances.
     Raises ValueError for Gaussians of different dimension.
@@ -68,8 +68,8 @@ def extrapolate(features: Tensor, reference: Gaussian) -> Extrapolation | None:
 
 
 def kernel_distance(samples: Tensor, reference: Tensor) -> Scores:
-    """KID of features [N, D]: mean and standard deviation over random subsets of the unbiased MMD^2 with the kernel
-    (x.y / D + 1)^3."""
+    """Compute the KID of features [N, D]: mean and standard deviation over random subsets of the unbiased MMD^2 with
+    the kernel (x.y / D + 1)^3."""
     fidelity = require_torch_fidelity()
     size = min(KID_SUBSET_SIZE, len(samples), len(reference))
     found = fidelity.kid(
@@ -85,7 +85,7 @@ def kernel_distance(samples: Tensor, reference: Tensor) -> Scores:
 
 
 def precision_recall(samples: Tensor, reference: Tensor, batch: int = 1000) -> Scores:
-    """Improved precision and recall of features [N, D] with 3 nearest neighbours, in [0, 1]."""
+    """Compute improved precision and recall of features [N, D] with 3 nearest neighbours, in [0, 1]."""
     fidelity = require_torch_fidelity()
     found = fidelity.prc(
         samples.double(),
@@ -100,8 +100,8 @@ def precision_recall(samples: Tensor, reference: Tensor, batch: int = 1000) -> S
 
 
 def inception_score(logits: Tensor) -> Scores:
-    """Inception score of logits [N, C]: mean and standard deviation of exp(E KL(p(y|x) || p(y))) over 10 random
-    splits."""
+    """Compute the Inception score of logits [N, C]: mean and standard deviation of exp(E KL(p(y|x) || p(y))) over 10
+    random splits."""
     found = require_torch_fidelity().isc(logits, SPLITS, True, SCORE_SEED)
     mean, deviation = (found[f"inception_score_{k}"] for k in ("mean", "std"))
     return {"inception_score": mean, "inception_score_std": deviation, "splits": SPLITS}

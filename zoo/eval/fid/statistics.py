@@ -49,7 +49,7 @@ class Moments:
         self.n = total
 
     def reduced(self) -> "Moments":
-        """The moments of the features of all processes, the same in each; `self` without torch.distributed."""
+        """Return the moments of the features of all processes, the same in each; `self` without torch.distributed."""
         if not dist.is_initialized():
             return self
         whole = Moments(len(self.mean), self.mean.device)
@@ -62,7 +62,8 @@ class Moments:
         return whole
 
     def gaussian(self) -> Gaussian:
-        """Mean and covariance. Raises ValueError for fewer than two samples and for features that are not finite."""
+        """Compute mean and covariance. Raises ValueError for fewer than two samples and for features that are not
+        finite."""
         if self.n < 2:
             raise ValueError(f"a covariance needs at least two images, got {self.n}")
         if not (torch.isfinite(self.mean).all() and torch.isfinite(self.scatter).all()):
@@ -160,7 +161,7 @@ def holds_statistics(where: object) -> bool:
 
 
 def array_names(file: str | Path) -> list[str]:
-    """The names of the arrays in an .npz file. Raises ValueError if it cannot be read."""
+    """Return the names of the arrays in an .npz file. Raises ValueError if it cannot be read."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return list(arrays.files)

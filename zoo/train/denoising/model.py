@@ -61,16 +61,16 @@ def start_transformer(settings: DenoiserSettings, wanted: ModelRequirements) -> 
 
 
 def _options(model: ModelMixin, settings: DenoiserSettings, wanted: ModelRequirements) -> Tree:
-    """The options of the mixer. Options that depend on the token grid (blocks) are computed from the size of the data,
-    since a video model has no fixed grid."""
+    """Return the options of the mixer. Options that depend on the token grid (blocks) are computed from the size of
+    the data, since a video model has no fixed grid."""
     grid = tuple(n // p for n, p in zip(wanted.size, patch_of(model.config), strict=True))
     given = {"grid_dims": len(grid), **settings.mixer_options}
     return MixerConfig.parse(settings.mixer, given).for_grid(grid).plain_options()
 
 
 def times_of(settings: DenoiserSettings) -> Times:
-    """Time range that the model denoises: the full range, or the range of one expert for a two-expert pipeline (Wan 2.2
-    A14B, whose `boundary_ratio` separates the ranges) and for a run that trained one of its experts.
+    """Return the time range that the model denoises: the full range, or the range of one expert for a two-expert
+    pipeline (Wan 2.2 A14B, whose `boundary_ratio` separates the ranges) and for a run that trained one of its experts.
 
     Raises ValueError for `model.subfolder=transformer_2` of a checkpoint with one transformer.
     """
@@ -247,7 +247,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: int, targets: list[str]) ->
 
 
 def merged(model: nn.Module) -> nn.Module:
-    """A copy of the model with its adapters merged into the weights, or the model itself if it has none."""
+    """Return a copy of the model with its adapters merged into the weights, or the model itself if it has none."""
     layers = [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
     if not layers:
         return model
@@ -261,5 +261,5 @@ def merged(model: nn.Module) -> nn.Module:
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of the adapters and of the new parameters of mixers, by name."""
+    """Return the weights of the adapters and of the new parameters of mixers, by name."""
     return {k: v for k, v in model.state_dict().items() if "lora_" in k or ".mixer." in k}

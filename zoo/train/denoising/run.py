@@ -212,8 +212,8 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # rare, and with other batch sizes: not worth compiling
     def evaluate(self) -> Row:
-        """The MSE of noise or velocity on validation samples, for the model and its EMA. Time and noise of a sample
-        depend only on its number and the seed of the run."""
+        """Compute the MSE of noise or velocity on validation samples, for the model and its EMA. Time and noise of a
+        sample depend only on its number and the seed of the run."""
         accelerator = self.accelerator
         row: Row = {}
         n = min(self.settings.data.val_images or self.samples.n_val, self.samples.n_val)
@@ -286,7 +286,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         return self.samples.to_images(torch.nan_to_num(x))  # a diverging model makes NaN, which cannot be converted
 
     def _fixed_conditions(self, n: int) -> dict[str, Tensor]:
-        """The conditions of n samples, which cycle over all classes or over the prompts of the first validation
+        """Return the conditions of n samples, which cycle over all classes or over the prompts of the first validation
         samples."""
         if self.samples.classes:
             return {LABELS: torch.arange(n, device=self.accelerator.device) % len(self.samples.classes)}
