@@ -8,20 +8,23 @@
     python tools/benchmark.py host ops=[linear_attention,hla2]
     python tools/benchmark.py scaling gpus=[1,2] layers=8 'methods=[softmax ring,la,mhla]'
     python tools/benchmark.py fidelity models=[RUN] data.source=folder data.val=VAL
+    python tools/benchmark.py arena tasks=[recall,compose] 'mixers=[softmax,la,strassen]'
     python tools/benchmark.py quality CONFIG.yaml data.train=A.parquet data.val=B.parquet 'mixers=[softmax,la]'
 
 Rows are added to the result file as they are measured; then the table is printed and the figure drawn. fidelity:
 trained softmax classifiers with adaptive multipole attention, without training. host: host time of eager calls, and
-first calls of a new process. scaling: one sample, or one batch, on several GPUs. quality: one train_vit.py run
-(arguments with a dot) for several mixers and seeds, or their conversion with recipe=RECIPE.yaml. Rerun to resume. To
-split a quality table, give each process its own `json=` and join the files with `quality merge=[A.json,B.json]
-json=ALL.json`.
+first calls of a new process. arena: small tasks, trained from scratch. scaling: one sample, or one batch, on several
+GPUs. quality: one train_vit.py run (arguments with a dot) for several mixers and seeds, or their conversion with
+recipe=RECIPE.yaml. Rerun to resume. To split a quality table, give each process its own `json=` and join the files with
+`quality merge=[A.json,B.json] json=ALL.json`.
 """
 
 import sys
 from pathlib import Path
 from typing import Any
 
+import arena.race
+import arena.report
 from benchmarks import adaptive, causal, fidelity, host, models, operators, plots, report, scaling
 from benchmarks.quality import QualitySettings, quality
 from benchmarks.rows import command_of
@@ -29,7 +32,7 @@ from zoo import config
 from zoo.errors import unknown_name
 
 USAGE = (
-    "usage: benchmark.py kernels|models|video|adaptive|causal|host|scaling|fidelity [key=value ...] | "
+    "usage: benchmark.py kernels|models|video|adaptive|causal|host|scaling|fidelity|arena [key=value ...] | "
     "quality CONFIG.yaml [key=value ...]"
 )
 TABLES: dict[str, Any] = {
@@ -41,6 +44,7 @@ TABLES: dict[str, Any] = {
     "host": (host.HostSettings, host.run, None),
     "scaling": (scaling.ScalingSettings, scaling.run, plots.draw_scaling),
     "fidelity": (fidelity.FidelitySettings, fidelity.run, fidelity.draw),
+    "arena": (arena.race.ArenaSettings, arena.race.run, arena.report.draw),
 }
 SCHEMAS: dict[str, type] = {name: row[0] for name, row in TABLES.items()} | {"quality": QualitySettings}
 
@@ -67,7 +71,7 @@ def table(what: str, words: list[str]) -> dict[str, Any]:
         raise ValueError(f"nothing could be measured.{report.failures(result)}")
     if draw:
         draw(result, Path(settings.picture))
-    print(report.TEXT[what](result))
+    print((report.TEXT | {"arena": arena.report.text})[what](result))
     return result
 
 

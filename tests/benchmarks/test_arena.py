@@ -1,0 +1,184 @@
+"""The arena: tasks against loops, the flow against a dense solver, and a race in seconds."""
+
+import itertools
+
+import benchmark
+import numpy as np
+import pytest
+import torch
+
+from arena import flow
+from arena.model import Network
+from arena.race import loss_of
+from arena.report import text
+from arena.tasks import IGNORED, SYMBOLS, TASKS, WORDS, modulus_of
+
+
+def drawn(name: str, size: int, batch: int = 8):
+    return TASKS[name].draw(batch, size, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_shapes_and_symbols(name):
+    task, size = TASKS[name], 12
+    inputs, targets = drawn(name, size)
+    grid = task.grid(size)
+    assert targets.shape == inputs.shape[:2]
+    assert grid is None or torch.Size(grid).numel() == inputs.shape[1]
+    if task.symbols:
+        assert inputs.min() >= 0 and inputs.max() < task.inputs(size)
+    else:
+        assert inputs.shape[2] == task.inputs(size) and inputs.dtype == targets.dtype == torch.float32
+    if task.outputs is not None:
+        scored = targets[targets != IGNORED]
+        assert len(scored) and scored.min() >= 0 and scored.max() < task.outputs(size)
+    again = drawn(name, size)
+    assert torch.equal(inputs, again[0]) and torch.equal(targets, again[1])
+
+
+def test_recall_asks_for_the_values_of_keys():
+    for row, wanted in zip(*(t.tolist() for t in drawn("recall", 10)), strict=True):
+        values = {row[i]: row[i + 1] - SYMBOLS for i in range(0, 20, 2)}
+        assert wanted == [IGNORED] * 20 + [values[key] for key in row[20:]]
+
+
+def test_facts_are_the_same_in_all_examples():
+    first, second = (
+        [t.tolist() for t in TASKS["memorise"].draw(20, 16, torch.Generator().manual_seed(s))] for s in (0, 1)
+    )
+    known: dict[int, int] = {}
+    for inputs, targets in (first, second):
+        for row, wanted in zip(inputs, targets, strict=True):
+            for key, value in zip(row[::2], wanted[1::2], strict=True):
+                assert known.setdefault(key, value) == value
+    assert len(known) > 50 and len(set(known.values())) > 20
+
+
+def test_copy_asks_for_the_symbols_in_order():
+    for row, wanted in zip(*(t.tolist() for t in drawn("copy", 7)), strict=True):
+        assert wanted[28:] == [x for x in row[:28] if x < WORDS]
+        assert len(wanted[28:]) == 7
+
+
+def test_composition():
+    for row, wanted in zip(*(t.tolist() for t in drawn("compose", 9)), strict=True):
+        f, g, x = row[:9], row[9:18], row[18]
+        assert wanted == [IGNORED] * 18 + [g[f[x]]]
+
+
+def test_match_by_a_loop():
+    inputs, targets = drawn("match", 8, 40)
+    for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+        for i in range(8):
+            others = [x for j, x in enumerate(row) if j != i]
+            found = any((row[i] + a + b) % modulus_of(8) == 0 for a, b in itertools.combinations(others, 2))
+            assert wanted[i] == found
+    assert 0.5 < targets.float().mean() < 0.75
+
+
+def test_addition():
+    inputs, targets = drawn("carry", 15)
+    for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+        a, b = (sum(part(x) * 10**i for i, x in enumerate(row)) for part in (lambda x: x // 10, lambda x: x % 10))
+        assert wanted == [int(x) for x in reversed(f"{(a + b) % 10**15:015d}")]
+
+
+def test_potential_by_a_loop():
+    inputs, targets = drawn("charges", 5)
+    for points, potential in zip(inputs.double(), targets, strict=True):
+        for i in range(5):
+            terms = [
+                p[2] / ((points[i, :2] - p[:2]).square().sum() + 0.01).sqrt() for j, p in enumerate(points) if j != i
+            ]
+            assert abs(sum(terms) / 5 - potential[i]) < 1e-5
+
+
+def test_flow_is_the_solution_of_the_linear_system():
+    """The matrix of the finite volumes, assembled cell by cell, solved by numpy."""
+    n = 9
+    a = flow.coefficients(2, n, torch.Generator().manual_seed(1))
+    assert set(a.unique().tolist()) == set(flow.VALUES)
+    for one, u in zip(a.numpy(), flow.solve(a).numpy(), strict=True):
+        matrix = np.zeros((n, n, n, n))
+        for i, j in np.ndindex(n, n):
+            for x, y in ((i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)):
+                inside = 0 <= x < n and 0 <= y < n
+                face = 2 / (1 / one[i, j] + 1 / one[x, y]) if inside else 2 * one[i, j]
+                matrix[i, j, i, j] += face * n**2
+                if inside:
+                    matrix[i, j, x, y] -= face * n**2
+        wanted = np.linalg.solve(matrix.reshape(n * n, -1), np.ones(n * n))
+        np.testing.assert_allclose(u.ravel(), wanted, rtol=1e-8)
+
+
+def test_flow_of_a_constant_coefficient_is_the_series():
+    """u = 16 / (3 pi^4) sum over odd i, j of sin sin / (i j (i^2 + j^2)), to the order of the grid."""
+    n = 64
+    x = (np.arange(n) + 0.5) / n
+    odd = np.arange(1, 200, 2)
+    s = np.sin(np.pi * odd[:, None] * x) / odd[:, None]
+    series = 16 / (3 * np.pi**4) * s.T @ (1 / (odd[:, None] ** 2 + odd**2)) @ s
+    u = flow.solve(torch.full((1, n, n), 3.0, dtype=torch.float64))[0].numpy()
+    assert np.abs(u - series).max() < 1e-3 * series.max()
+
+
+def test_points_are_cells_of_the_flow():
+    inputs, targets = drawn("darcy_points", 8, 3)
+    cells, u = drawn("darcy", 8, 3)
+    for b in range(3):
+        known = {tuple(c): x for c, x in zip(cells[b].tolist(), u[b].tolist(), strict=True)}
+        assert len({tuple(p) for p in inputs[b].tolist()}) == 16
+        assert all(known[tuple(p)] == x for p, x in zip(inputs[b].tolist(), targets[b].tolist(), strict=True))
+
+
+def test_scores():
+    logits = torch.tensor([[[0.0, 2], [3, 0], [0, 1]]])
+    targets = torch.tensor([[1, 1, IGNORED]])
+    torch.testing.assert_close(loss_of(logits, targets), -logits.log_softmax(-1)[0, :2, 1].mean())
+    torch.testing.assert_close(loss_of(torch.tensor([[3.0, 0]]), torch.tensor([[3.0, 4]])), torch.tensor(0.8))
+
+
+def test_compression_reads_the_last_token_only():
+    network = Network(TASKS["compress"], 6, "la", {}, 16, 2, 0)
+    inputs, _ = drawn("compress", 6, 2)
+    assert torch.equal(network(inputs)[0], network(inputs)[1])  # without blocks nothing reaches the last token
+
+
+def race(folder, *words: str):
+    fixed = ["device=cpu", "dim=32", "heads=2", "test=256", f"json={folder}/a.json", f"picture={folder}/a.png"]
+    return benchmark.main(["arena", *fixed, *words])
+
+
+def test_a_race_learns_and_resumes(tmp_path):
+    small = ["tasks=[memorise]", "size=4", "layers=1", "steps=300", "batch_size=32", "lr=0.01", "seeds=[0]"]
+    first = race(tmp_path, "mixers=[la]", *small)
+    assert first["rows"][0]["score"] > 15  # by chance: 100 / 64
+    both = race(tmp_path, "mixers=[la,strassen post_norm=True]", *small)
+    assert both["rows"][0] == first["rows"][0] and len(both["rows"]) == 2
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    lines = text(both).splitlines()
+    assert lines[0].startswith("| mixer | memorise 4 (1 layers)") and lines[2].startswith("| la | ")
+
+
+def test_points_have_no_grid(tmp_path):
+    words = ["tasks=[darcy_points,charges]", "size=8", "layers=1", "steps=2", "batch_size=4", "samples=8", "seeds=[0]"]
+    found = race(tmp_path, "mixers=[flare rank=4,mhla]", "workers=2", *words)
+    names = sorted((row["task"], row["mixer"]) for row in found["rows"])
+    assert names == [("charges", "flare rank=4"), ("darcy_points", "flare rank=4")]
+    assert all(row["measure"] == "relative L2" and 0 < row["score"] < 50 for row in found["rows"])
+
+
+def test_a_failure_is_recorded(tmp_path):
+    words = ["tasks=[carry]", "mixers=[la,performer rank=300]", "size=4", "steps=1", "seeds=[0]"]
+    found = race(tmp_path, *words)
+    assert [row["mixer"] for row in found["rows"]] == ["la"]
+    assert "at most 256" in found["failed"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [("tasks=[recal]", "Did you mean 'recall'"), ("mixers=[stras]", "unknown mixer"), ("steps=0", "steps must")],
+)
+def test_bad_words(tmp_path, words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        race(tmp_path, words)

@@ -1,0 +1,54 @@
+"""Network of the arena: embedding, blocks of a mixer and an MLP, and a head per token."""
+
+import torch
+from torch import Tensor, nn
+
+import zoo
+from arena.tasks import Task
+
+
+class Block(nn.Module):
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)). [B, N, C] -> [B, N, C]."""
+
+    def __init__(self, attention: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(dim), attention, nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Network(nn.Module):
+    """Network for one task: symbols [B, N] or numbers [B, N, channels] -> logits [B, N, classes] or numbers [B, N].
+
+    Sequences get a learned position embedding, points none. For compression, every output is computed from the last
+    token and the position.
+    """
+
+    def __init__(self, task: Task, size: int, mixer: str, options: dict, dim: int, heads: int, layers: int) -> None:
+        super().__init__()
+        grid = task.grid(size)
+        self.one_token = task.one_token
+        self.embed = (nn.Embedding if task.symbols else nn.Linear)(task.inputs(size), dim)
+        places = grid[1] if task.symbols and grid is not None else 0
+        self.positions = nn.Parameter(0.02 * torch.randn(places, dim)) if places else None
+        arms = (zoo.Attention(dim, heads, mixer=mixer, grid=grid, layer_index=i, **options) for i in range(layers))
+        self.blocks = nn.Sequential(*(Block(arm, dim) for arm in arms))
+        self.norm = nn.LayerNorm(dim)
+        self.decoder = nn.Sequential(nn.Linear(2 * dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        if not self.one_token:
+            self.decoder = nn.Sequential()
+        self.head = nn.Linear(dim, task.outputs(size) if task.outputs else 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embed(inputs)
+        if self.positions is not None:
+            x = x + self.positions
+        x = self.norm(self.blocks(x))
+        if self.one_token:
+            assert self.positions is not None
+            x = self.decoder(torch.cat([x[:, -1:].expand_as(x), self.positions.expand_as(x)], -1))
+        out = self.head(x)
+        return out if out.shape[-1] > 1 else out.squeeze(-1)
