@@ -3,7 +3,8 @@
 Every docs/results/NAME.json gives a page NAME.md with all rows, commands and notes, and a line of results/index.md.
 Between the lines `<!-- results:NAME -->` and `<!-- /results -->` of other pages comes a summary (SUMMARIES) with a link
 to that page. To add rows, append them to the JSON file and run `python docs/readme_tables.py`. A new file needs nothing
-else; give it a title and a table in PAGES if all keys of its rows in one table are not readable.
+else; give it a title and a table in PAGES if all keys of its rows in one table are not readable. docs/all_mixers.md has
+a row per mixer, from its class.
 
 With --check: exit with status 1 if the pages differ from what the files give (a test runs this).
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "docs")]  # where the benchmarks and the tables are
 
+import mixer_page  # noqa: E402
 import result_tables as tables  # noqa: E402
 
 from benchmarks import report  # noqa: E402
@@ -101,6 +103,7 @@ def written() -> dict[Path, str]:
     stems = [file.stem for file in sorted((docs / "results").glob("*.json"))]
     stems.sort(key=lambda name: list(PAGES).index(name) if name in PAGES else len(PAGES))
     found |= {docs / "results" / f"{name}.md": page(name) for name in stems}
+    found[docs / "all_mixers.md"] = mixer_page.page()
     titles = {name: PAGES.get(name, (name,))[0] for name in stems}
     lines = [[f"[{title}]({name}.md)", read(name)["hardware"], read(name)["date"]] for name, title in titles.items()]
     head = "# All rows\n\nOne page per result file, with its commands and notes.\n\n"

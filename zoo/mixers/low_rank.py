@@ -264,8 +264,8 @@ class Nystrom(LowRank):
     arXiv 2102.03902, Eq. 13 to 15, without its convolution (`lepe` is the nearest option). The segments follow the
     order of the (real) tokens.
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 4 N M D + 2 N M D + 4 M^3 iterations multiplications per
-    head. Options: `NystromOptions`.
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N M D + 4 i M^3 multiplications per head for i
+    iterations. Options: `NystromOptions`.
     """
 
     name = "nystrom"

@@ -52,9 +52,9 @@ class Taylor2(LinearMixer):
     projections [D, width], initialised to the first channels; `zoo.conversion.calibrate` computes the best ones for
     the data. Two-sided only.
 
-    State and multiplications per token and head, for D = Dv = 64: 2080 x 64 and 274,000; width 16: 136 x 64 and 26,000;
-    `la`: 64 x 64 and 8,200. For few tokens N, explicit N x N weights are cheaper (128 N) and are used.
-    Options: `TaylorOptions`. Operator: hla_kernels.softmax.taylor, after arXiv 2402.18668.
+    N D^2 (D + 1) multiplications per head, or 2 N^2 D for few tokens, where the N x N weights are cheaper. State and
+    multiplications per token and head, for D = Dv = 64: 2080 x 64 and 274,000; width 16: 136 x 64 and 26,000;
+    `la`: 64 x 64 and 8,200. Options: `TaylorOptions`. Operator: hla_kernels.softmax.taylor, after arXiv 2402.18668.
     """
 
     name = "taylor2"
