@@ -143,11 +143,12 @@ def test_convert_a_timm_model(tmp_path):
     import convert
 
     words = ["model.name=deit_tiny_patch16_224", "model.mixer=hla2", "model.keep_softmax=[0]", f"out={tmp_path}"]
-    words.append("model.layers=blocks.?.attn")
+    words += ["model.layers=blocks.?.attn", "model.mixer_options={lepe: 3}"]
     report = convert.main(words)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     model, recipe = load_model(tmp_path)
-    assert recipe.num_classes == 1000 and recipe.keep_softmax == [0]
+    assert recipe.num_classes == 1000 and recipe.keep_softmax == [0] and recipe.mixer_options["lepe"] == 3
+    assert model.blocks[1].attn.mixer.config.options.lepe == 3
     assert InputSpec.from_recipe(recipe.input, DataSettings()) == InputSpec.of(model, None, DataSettings())
     assert [row["new"] == "hla2" for row in report["rows"]] == [0 < block < 10 for block in range(12)]
     with pytest.raises(ValueError, match=r"is already converted"):

@@ -18,7 +18,8 @@ def from_timm(settings: ModelSettings, out: Path) -> Report:
     recipe, found = plan(settings)
     if found and found.mixer:
         raise ValueError(f"{settings.checkpoint} is already converted: {found.describe()}")
-    _, model, _ = start_classifier(replace(settings, mixer=""))  # the softmax model; it is converted below
+    softmax = replace(settings, mixer="", mixer_options={})  # it is converted below
+    _, model, _ = start_classifier(softmax)
     chosen = {"layers": recipe.layers or None, "keep_softmax": recipe.keep_softmax or None}
     report = swap(model, recipe.mixer, **chosen, **recipe.mixer_options)
     recipe = with_resolved_options(model, recipe)
