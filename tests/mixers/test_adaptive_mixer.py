@@ -115,6 +115,45 @@ def test_a_density_per_layer_is_saved(tmp_path):
             zoo.convert(copy.deepcopy(softmax), "multipole", **ADAPTIVE, density=density)
 
 
+def small_vit(**sizes):
+    """A softmax ViT in float64, with patches of 8 and weights that are far from uniform."""
+    torch.manual_seed(0)
+    sizes |= {"patch_size": 8, "embed_dim": 32, "num_heads": 2, "depth": 2, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).double().eval()
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.qkv.weight, std=0.3)
+    return model
+
+
+def test_tiles_of_a_converted_model_lie_on_its_grid():
+    """Where each tile of 2 x 2 patches holds equal tokens, far tiles are exact, at any density. 4 x 6 patches after a
+    class token and register tokens."""
+    softmax = small_vit(img_size=(32, 48), reg_tokens=2)
+    torch.nn.init.zeros_(softmax.pos_embed)
+    torch.nn.init.normal_(softmax.reg_token)
+    model = copy.deepcopy(softmax)
+    zoo.convert(model, "multipole", density=0.1, q_tile=4, k_tile=4)
+    x = torch.randn(2, 3, 2, 8, 3, 8, dtype=torch.float64)  # [B, C, rows, 8, columns, 8]
+    equal = x.repeat_interleave(2, 2).repeat_interleave(2, 4).reshape(2, 3, 32, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(model(equal), softmax(equal), rtol=1e-10, atol=1e-10)
+        other = torch.randn_like(equal)
+        assert (model(other) - softmax(other)).norm() > 1e-3 * softmax(other).norm()
+
+
+@pytest.mark.parametrize(("size", "density"), [(32, 1.0), (64, 0.25)])
+def test_models_of_few_tokens_have_a_far_tile_or_are_softmax(size, density):
+    """With the defaults: 16 patches are one tile of 16, 64 patches are four."""
+    softmax = small_vit(img_size=size)
+    model = copy.deepcopy(softmax)
+    zoo.convert(model, "multipole")
+    x, q = torch.randn(2, 3, size, size, dtype=torch.float64), torch.randn(1, (size // 8) ** 2 + 1, 2, 16)
+    grid = (size // 8, size // 8)
+    assert hla_kernels.explain("adaptive_multipole", q, q, q, grid=grid, prefix=1).density == density
+    with torch.no_grad():
+        assert torch.allclose(model(x), softmax(x), rtol=1e-10, atol=1e-10) == (density == 1)
+
+
 def test_explain_says_the_density():
     """The fraction of tiles that is computed exactly, which is a rounded number of tiles."""
     q = torch.randn(1, 64, 2, 8)
