@@ -1,10 +1,14 @@
 """The command line of tools/sample.py, and the configurations that are shipped for it."""
 
+import shlex
+
 import pytest
 
 from tests.helpers.runs import ROOT
 from zoo import config
+from zoo.cli.convert import ConvertSettings
 from zoo.eval.sample_settings import SampleSettings
+from zoo.mixers import build_mixer
 
 
 @pytest.mark.parametrize(
@@ -33,4 +37,12 @@ def test_help(capsys):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "generation").glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_configurations(path):
-    assert config.load(SampleSettings, path).sample.model and path.read_text().startswith("#")
+    """Also the conversion that a comment names: it has the model's name, and layers whose density can be scheduled."""
+    settings, text = config.load(SampleSettings, path), path.read_text()
+    assert settings.sample.model and text.startswith("#")
+    commands = [line for line in text.splitlines() if line.startswith("#   zoo convert ")]
+    assert len(commands) == bool(settings.sample.density)
+    for command in commands:
+        conversion = config.from_command_line(ConvertSettings, shlex.split(command)[3:])
+        mixer = build_mixer(conversion.model.mixer, 128, 2, 64, **conversion.model.mixer_options)
+        assert conversion.out == settings.sample.model and mixer.options.select == "error"

@@ -27,7 +27,8 @@ def test_shipped_configurations_hold(file):
         grid = (4, 8, 8) if file.parent.name == "video" else (8, 8)
         layout = {"grid": grid} if MIXERS[settings.model.mixer].defaults.needs_grid else {}
         build_mixer(settings.model.mixer, 48, 3, 16, grid_dims=len(grid), **layout, **settings.model.mixer_options)
-    assert "ecipe" in file.read_text() or file.stem.startswith(("digits", "cifar10", "moving_digits", "clips"))
+    text = file.read_text().replace("\n# ", " ")
+    assert "Not run" in text or file.stem.startswith(("digits", "cifar10", "moving_digits", "clips"))
     size = file.stem.split("_")[0]
     if file.parent.name == "imagenet" and not settings.model.checkpoint:
         with torch.device("meta"):
