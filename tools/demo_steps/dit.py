@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from demo_steps.processes import Command
+from demo_steps.processes import Command, to_mixer
 from zoo.data import open_source
 from zoo.plotting import pyplot, save_figure
 from zoo.train.metrics_log import read_rows
 
 MIXER = "multipole"
-TO_MIXER = [f"model.mixer={MIXER}", "model.mixer_options={select: near}"]  # 16 tokens are a single tile of the default
 DIT = {  # run folder -> name in the report
     "dit": "softmax (source)",
     "dit_more": "softmax, trained further (control)",
@@ -28,10 +27,10 @@ def dit_commands(out: Path, configs: Path, steps: int, samples: int) -> list[Com
     first = [f"{configs}/dit/digits.yaml", PATCH, f"run.folder={out}/dit", *_length(steps)]
     fine = [f"{configs}/dit/digits_finetune.yaml", PATCH, f"model.checkpoint={source}", *_length(max(2, steps // 10))]
     commands = [("finetune_dit", first)]
-    words = [f"diffusers={source}", *TO_MIXER, f"out={out}/dit_zero_shot/transformer_ema"]
+    words = [f"diffusers={source}", *to_mixer(MIXER), f"out={out}/dit_zero_shot/transformer_ema"]
     commands.append(("convert", words))
     commands.append(("finetune_dit", [*fine, "model.mixer=", "distill.teacher=", f"run.folder={out}/dit_more"]))
-    commands.append(("finetune_dit", [*fine, *TO_MIXER, f"run.folder={out}/dit_converted"]))
+    commands.append(("finetune_dit", [*fine, *to_mixer(MIXER), f"run.folder={out}/dit_converted"]))
     for name in DIT:
         words = [f"sample.model={out}/{name}/transformer_ema", f"sample.count={samples}"]
         words += ["sample.steps=25", "sample.labels=balanced"]

@@ -11,6 +11,14 @@ from typing import Any
 import torch
 
 Command = tuple[str, list[str]]
+# for 16 and 64 tokens; with key tiles of 4, far="variance" is as close to softmax as "first" (fidelity-h100.json)
+OPTIONS = {"multipole": "density: 0.25, q_tile: 16, k_tile: 4, far: variance"}
+
+
+def to_mixer(mixer: str) -> list[str]:
+    """Return the arguments that convert a model of the demo to a mixer."""
+    options = [f"model.mixer_options={{{OPTIONS[mixer]}}}"] if mixer in OPTIONS else []
+    return [f"model.mixer={mixer}", *options]
 
 
 def run(tool: str, words: list[str]) -> Any:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from demo_steps.dit import dit_lines, draw_samples
+from demo_steps.processes import OPTIONS
 from demo_steps.vit import draw_vit, vit_lines
 
 CLOSING = [
@@ -22,7 +23,9 @@ def write_report(folder: Path, mixers: list[str], rows: dict[str, Any], cards: d
     """
     draw_vit(folder, mixers, rows)
     draw_samples(folder, cards)
+    options = [f"- `{mixer}` with {words}" for mixer, words in OPTIONS.items()]
     title = ["# Demo: from softmax to linear attention on handwritten digits", "", f"It took {seconds:.0f} s.", ""]
-    lines = [*title, *vit_lines(folder, mixers, rows), *dit_lines(folder, cards), *CLOSING]
+    lines = [*title, *vit_lines(folder, mixers, rows), *dit_lines(folder, cards)]
+    lines += ["Options that are not the defaults:", "", *options, "", *CLOSING]
     (folder / "report.md").write_text("\n".join(lines))
     return folder / "report.md"

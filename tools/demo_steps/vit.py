@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from demo_steps.experiment_plot import Panel, draw_experiment
-from demo_steps.processes import Command
+from demo_steps.processes import Command, to_mixer
 from zoo.config import one_of
 from zoo.data import open_source
 from zoo.data.settings import DataSettings
@@ -30,9 +30,9 @@ def vit_commands(out: Path, configs: Path, mixers: list[str], epochs: int) -> li
     first = [f"{configs}/vit/digits_softmax.yaml", f"run.folder={out}/softmax", *_length(epochs)]
     commands = [("train_vit", [*first, f"run.eval_epochs={max(1, epochs // 6)}"])]
     for mixer in mixers:
-        commands.append(("convert", [source, f"model.mixer={mixer}", f"out={out}/{mixer}_zero_shot"]))
+        commands.append(("convert", [source, *to_mixer(mixer), f"out={out}/{mixer}_zero_shot"]))
     for mixer, name in [("", "softmax_more"), *((mixer, mixer) for mixer in mixers)]:
-        words = [source, f"model.mixer={mixer}", f"run.folder={out}/{name}", *_length(short)]
+        words = [source, *to_mixer(mixer), f"run.folder={out}/{name}", *_length(short)]
         commands.append(("train_vit", [f"{configs}/vit/digits_finetune.yaml", *words]))
     return commands
 
