@@ -130,7 +130,7 @@ class Flare(LowRank):
         nn.init.normal_(self.latents, std=self.scale)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        latents = self.latents.to(k.dtype).expand(len(k), -1, -1, -1).transpose(1, 2)  # [B, M, H, D]
+        latents = self.latents.to(k.dtype).expand(k.shape[0], -1, -1, -1).transpose(1, 2)  # [B, M, H, D]
         reader = q if self.options.read == "q" else k
         if self.group is None:
             return attention(reader, latents, attention(latents, k, v, 1.0, ctx.key_padding_mask), 1.0)
@@ -244,7 +244,7 @@ class Linformer(LowRank):
             first, patches, last = split_tokens(t, ctx.grid, prefix, suffix)
             pooled.append(torch.cat([first, torch.einsum("mn,bnhd->bmhd", weights.to(t.dtype), patches), last], 1))
         if mask is not None and prefix + suffix:
-            every = mask.new_ones(len(mask), self.options.rank)
+            every = mask.new_ones(mask.shape[0], self.options.rank)
             mask = torch.cat([mask[:, :prefix], every, mask[:, mask.shape[1] - suffix :]], 1)
         return attention(q, pooled[0], pooled[1], self.scale, mask if prefix + suffix else None)
 
@@ -274,7 +274,7 @@ class Nystrom(LowRank):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         weights = segments(k.shape[1], self.options.rank, ctx.key_padding_mask, k.device).to(k.dtype)
-        few_q, few_k = (torch.einsum("bmn,bnhd->bmhd", weights.expand(len(t), -1, -1), t) for t in (q, k))
+        few_q, few_k = (torch.einsum("bmn,bnhd->bmhd", weights.expand(t.shape[0], -1, -1), t) for t in (q, k))
         values = attention(few_q, k, v, self.scale, ctx.key_padding_mask)
         dtype = torch.promote_types(k.dtype, torch.float32)
         with torch.autocast(k.device.type, enabled=False):
