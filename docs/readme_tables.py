@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "docs")]  # where the benchmarks
 import mixer_page  # noqa: E402
 import result_tables as tables  # noqa: E402
 
+import arena.report  # noqa: E402
 from benchmarks import report  # noqa: E402
 from benchmarks.quality_plots import draw_denoisers, draw_quality, draw_tradeoff  # noqa: E402
 
@@ -44,6 +45,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "experiments-h100": ("Small models", report.models),
     "experiments-power-in-torch-h100": ("Small models, power map in torch", report.models),
     "video-h200": ("Large models", report.video),
+    "arena-h100": ("Small tasks", arena.report.text),
     "wan-finetuning": ("Training steps of Wan2.1-1.3B", tables.finetuning),
 }
 SUMMARIES = {  # tables of other pages, if not those of PAGES

@@ -50,5 +50,6 @@ class Network(nn.Module):
         if self.one_token:
             assert self.positions is not None
             x = self.decoder(torch.cat([x[:, -1:].expand_as(x), self.positions.expand_as(x)], -1))
-        out = self.head(x)
+        with torch.autocast(x.device.type, enabled=False):  # bfloat16 rounds numbers to 0.4 %
+            out = self.head(x.float())
         return out if out.shape[-1] > 1 else out.squeeze(-1)

@@ -157,7 +157,7 @@ def trained(
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             out = model(inputs)
         optimizer.zero_grad()
-        loss_of(out.float(), targets).backward()
+        loss_of(out, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -207,7 +207,7 @@ def score_of(model: Network, task: Task, settings: ArenaSettings, size: int, dev
     """Return the accuracy in percent of the scored tokens, or the mean relative L2 error, in float32."""
     model.eval()
     inputs, targets = examples(task, settings.test, size, torch.Generator(device).manual_seed(HELD_OUT))
-    outs = torch.cat([model(part).float() for part in inputs.split(settings.batch_size)])
+    outs = torch.cat([model(part) for part in inputs.split(settings.batch_size)])
     if task.outputs is None:
         return round(float(loss_of(outs, targets)), 5)
     scored = targets != IGNORED

@@ -9,6 +9,7 @@ from tests.ops.ranks.processes import Found, on_ranks
 
 RANKS = 2
 SHARED = ("la", "ahla", "hla2", "hla3", "poly", "mala", "rala", "inline", "mesa", "taylor2", "softmax")
+SHARED += ("strassen", "efficient", "performer", "flare")
 BLOCKED = ("mhla", "mhla2", "multipole")
 MODELS = {  # name: mixer and options; first every mixer as it is by default
     **{mixer: (mixer, {}) for mixer in SHARED},
