@@ -23,7 +23,8 @@ class Block(nn.Module):
 class Network(nn.Module):
     """Network for one task: symbols [B, N] or numbers [B, N, channels] -> logits [B, N, classes] or numbers [B, N].
 
-    Sequences get a learned position embedding, points none. For compression, every output is computed from the last
+    Sequences get a learned position embedding, initially as large as the symbols; points get none. For compression,
+    every output is computed from the last
     token and the position.
     """
 
@@ -33,7 +34,7 @@ class Network(nn.Module):
         self.one_token = task.one_token
         self.embed = (nn.Embedding if task.symbols else nn.Linear)(task.inputs(size), dim)
         places = grid[1] if task.symbols and grid is not None else 0
-        self.positions = nn.Parameter(0.02 * torch.randn(places, dim)) if places else None
+        self.positions = nn.Parameter(torch.randn(places, dim)) if places else None
         arms = (zoo.Attention(dim, heads, mixer=mixer, grid=grid, layer_index=i, **options) for i in range(layers))
         self.blocks = nn.Sequential(*(Block(arm, dim) for arm in arms))
         self.norm = nn.LayerNorm(dim)
