@@ -40,6 +40,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "multipole-h200": ("Operator multipole", report.multipole),
     "adaptive-kernels-h200": ("Operator adaptive multipole", tables.adaptive_kernels),
     "causal-h200": ("Causal operators", tables.plain),
+    "causal-h100": ("Causal operators with ratios", report.TEXT["causal"]),
     "two-kernels-h100": ("Two generic kernels instead of one per head", tables.two_kernels),
     "models-h200": ("ViT-S and DiT-XL/2", report.models),
     "experiments-h100": ("Small models", report.models),
