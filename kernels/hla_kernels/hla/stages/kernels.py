@@ -22,6 +22,8 @@ def added(state, y, z, ye, kept, power, DECAY: tl.constexpr, SCORED: tl.constexp
     if DECAY:
         h = h * kept
         zf = zf * power[:, None]
+        # the gradient of the decay is a difference of large sums over such states: their rounding would decide it
+        h = product(tl.trans(y), rounded(zf - rounded(zf, z, TF32).to(tl.float32), z, TF32), h, TF32)
         h = product(tl.trans(y), rounded(zf, z, TF32), h, TF32)
     else:
         h = product(tl.trans(y), z, h, TF32)
