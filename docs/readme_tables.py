@@ -38,6 +38,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "adaptive-conversions-h100": ("Adaptive multipole: fine-tuned", tables.experiments),
     "kernels-h200": ("Operators", report.kernels),
     "multipole-h200": ("Operator multipole", report.multipole),
+    "adaptive-h100": ("Operator adaptive multipole, 1,024 tokens", report.TEXT["adaptive"]),
     "adaptive-kernels-h200": ("Operator adaptive multipole", tables.adaptive_kernels),
     "causal-h200": ("Causal operators", tables.plain),
     "causal-h100": ("Causal operators with ratios", report.TEXT["causal"]),

@@ -14,7 +14,9 @@ def check_mixer(mixer: str, options: Mapping[str, object]) -> None:
     if mixer:
         MixerConfig.parse(mixer, options)
     elif options:
-        raise ValueError(f"mixer_options need a mixer, got {dict(options)!r} without one")
+        raise ValueError(
+            f"mixer_options need a mixer, got {dict(options)!r} without one; for softmax give mixer_options={{}} too"
+        )
 
 
 def mixers_help() -> str:
