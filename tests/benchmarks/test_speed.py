@@ -286,8 +286,8 @@ def test_command_leaves_out_where_results_are_kept():
         (["kernels"], "kernels measures a CUDA GPU, and torch sees none here"),
         (["models"], "models measures a CUDA GPU, and torch sees none here"),
         (["kernels", "shapes=[vit22]"], "unknown shape 'vit22'"),
-        (["models", "sizes=[100]"], r"sizes must be among \[32, 128, 224, 256, 480, 512, 1024, 2048\], got 100"),
-        (["kernel"], "allowed: adaptive, causal, fidelity, host, kernels, models, quality, scaling, video"),
+        (["models", "sizes=[100]"], "sizes must be among .*, got 100"),
+        (["kernel"], "allowed: adaptive, .*kernels, .*Did you mean 'kernels'"),
     ],
 )
 def test_what_is_refused(words, sentence, monkeypatch):
