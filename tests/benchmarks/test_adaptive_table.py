@@ -54,7 +54,7 @@ def test_a_case_that_fails_stops_no_other(monkeypatch, tmp_path):
     monkeypatch.setattr(adaptive, "errors", errors)
     monkeypatch.setattr(adaptive, "measured", measured)
     with ThreadPoolExecutor(1) as pool:
-        checked = adaptive.check_all(todo, pool)
+        checked = adaptive.check_all(todo, pool, "ours", adaptive.errors)
     assert ["SyntaxError" in x.get("reason", "") for x in checked] == [True, False, False]
     found = [list(adaptive.timed(case, x)) for case, x in zip(todo, checked, strict=True)]
     assert [["reason" in values for _, values in x] for x in found] == [[True, True], [True, False], [False, False]]

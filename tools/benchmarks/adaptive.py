@@ -7,7 +7,7 @@ they are timed one by one on the idle GPU.
 import functools
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,18 +141,21 @@ def run(settings: AdaptiveSettings, command: str) -> dict[str, Any]:
     rate = round(copy_rate() / 1e12, 3)
     todo, context = cases(settings), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.workers, mp_context=context, max_tasks_per_child=1) as pool:
-        checked = check_all(todo, pool)
-    for case, errors in zip(todo, checked, strict=True):
-        for which, values in timed(case, errors):
+        checked = check_all(todo, pool, "ours", errors)
+    for case, found in zip(todo, checked, strict=True):
+        for which, values in timed(case, found):
             values["copy_tb_s"] = rate
             print(case.shape, case.impl, case.options, which, values, flush=True)
             rows.add(content, case.row(which) | values, rows.KERNEL_KEY, file)
     return content
 
 
-def check_all(todo: list[Case], pool: Executor) -> list[dict[str, Any]]:
-    """Return the errors of each case by pass, or a `reason`; ours runs in a pool of processes."""
-    waiting = [pool.submit(errors, case) if case.impl == "ours" else None for case in todo]
+def check_all(
+    todo: Sequence[Any], pool: Executor, impl: str, check: Callable[[Any], dict[str, float]]
+) -> list[dict[str, Any]]:
+    """Return the errors of each case of an implementation by pass, or a `reason`; `check` runs in a pool of
+    processes."""
+    waiting = [pool.submit(check, case) if case.impl == impl else None for case in todo]
     found: list[dict[str, Any]] = []
     for one in waiting:
         try:

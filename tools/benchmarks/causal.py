@@ -7,7 +7,7 @@ idle GPU, on several input sets in rotation, so that inputs are never in cache.
 import math
 import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hla_kernels
 from benchmarks import rows
-from benchmarks.adaptive import reason
+from benchmarks.adaptive import check_all, reason
 from benchmarks.operators import need_gpu, package_versions
 from benchmarks.timing import copy_rate, measure, peak_mib
 from hla_kernels import delta_rules as rules
@@ -143,25 +143,13 @@ def run(settings: CausalSettings, command: str) -> dict[str, Any]:
     rate = round(copy_rate() / 1e12, 3)
     todo, context = cases(settings), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.workers, mp_context=context) as pool:
-        checked = check_all(todo, pool)
+        checked = check_all(todo, pool, "triton", errors)
     for case, found in zip(todo, checked, strict=True):
         for which in case.passes:
             values = timed(case, which, found) | {"copy_tb_s": rate}
             print(case.group, case.op, case.impl, case.sizes, which, values, flush=True)
             rows.add(content, case.row(which) | values, rows.KERNEL_KEY, file)
     return content
-
-
-def check_all(todo: list[Case], pool: Executor) -> list[dict[str, Any]]:
-    """Return the error of each case in Triton by pass, or a `reason`."""
-    waiting = [pool.submit(errors, case) if case.impl == "triton" else None for case in todo]
-    found: list[dict[str, Any]] = []
-    for one in waiting:
-        try:
-            found.append({} if one is None else one.result())
-        except Exception as error:  # compilers and devices raise many types; continue with the other cases
-            found.append(reason(error))
-    return found
 
 
 def inputs(case: Case, seed: int, device: str = "cuda") -> Inputs:
