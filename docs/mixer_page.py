@@ -13,7 +13,7 @@ FORMS = {  # class or base class -> what computes it on CUDA in 16 bits
     "Performer": "torch, Triton",
     "LowRank": "torch",
     "MomentMixer": "torch",
-    "DeltaMixer": "torch",
+    "DeltaMixer": "Triton",
     "Taylor2": "torch",
     "Mixer": "Triton",
 }

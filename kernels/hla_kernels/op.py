@@ -30,6 +30,8 @@ from .checks import (
     is_number,
     warn_of_eps,
 )
+from .delta_rule import call as delta_call
+from .delta_rule import fused as delta_fused
 from .dispatch.autograd import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.definition import definition
 from .dispatch.faults import Fault, warn
@@ -68,7 +70,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 # arguments of a call in addition to tokens and `Options`
 BESIDE = ("coefficients", "state", "return_state", "key_padding_mask", "cu_seqlens", "max_seqlen")
 SLOWER = {
-    "reference": "slower: it is the definition with N x N matrices",
+    "reference": "slower: it is the definition, with N x N matrices or token by token",
     "torch": "slower: it writes moments and features in float32 where the Triton form keeps tiles",
 }
 
@@ -88,7 +90,7 @@ class Call(NamedTuple):
     sequences: Sequences
 
 
-AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall | MultipoleCall
+AnyCall = Call | block_call.BlockCall | taylor_call.TaylorCall | MultipoleCall | delta_call.DeltaCall
 
 
 class Explanation(NamedTuple):
@@ -116,6 +118,8 @@ def why_not_triton(call: AnyCall) -> str | None:
         return "Triton is not installed"
     if isinstance(call, MultipoleCall):
         return forms_of(call).why_not(call)
+    if isinstance(call, delta_call.DeltaCall):
+        return delta_fused.why_not(call)
     if isinstance(call, taylor_call.TaylorCall):
         return "taylor2 has no Triton form"
     if isinstance(call, Call) and call.op == "softmax_attention":
@@ -146,7 +150,7 @@ def not_by_default(call: AnyCall) -> str | None:
 
 def unverified(call: AnyCall) -> Fault | None:
     """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`)."""
-    index, changed = call.q.device.index, isinstance(call, MultipoleCall | Call)  # since all GPU tests ran
+    index, changed = call.q.device.index, not isinstance(call, block_call.BlockCall)  # since all GPU tests ran
     return None if is_shipped(index, changed) else fault(trial_of(call), index)
 
 
@@ -168,19 +172,18 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     """Explain which implementation `op(*inputs, **options)` would run, and why not the others, without running it
     (but for the first-use check of a Triton form on a GPU that the tests did not cover, see `dispatch.verify`).
 
-    op: a name of OPS, "mhla", "taylor2", "multipole" or "adaptive_multipole", or the function. inputs: q, k, v (and
-    coefficients for polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError like the call.
+    op: a name of OPS, "mhla", "taylor2", "multipole", "adaptive_multipole" or "delta", or the function. inputs: q, k, v
+    (and coefficients for polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError like the call.
     """
     op = str(getattr(op, "__name__", op)).removesuffix("_qkvpacked")
-    others = {"mhla": prepare_blocks, "taylor2": prepare_taylor, **PREPARE}
+    others: Any = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "delta": delta_call.prepare, **PREPARE}
     check_name("operator", op, (*OPS, *others))
-    own: Any = others.get(op)
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
         inputs = (*inputs[0].unbind(2), *inputs[1:])
-    if own is not None:
+    if op in others:
         check_arguments(op, inputs, options)
-        return _explained(own(*inputs, impl=impl, **options), impl)
+        return _explained(others[op](*inputs, impl=impl, **options), impl)
     if len(inputs) not in (3, 4):
         raise ValueError(
             f"explain needs the tensors of the call, q, k, v (and coefficients for polynomial) or one packed qkv of "
@@ -372,11 +375,8 @@ def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str, op: str, **options
         return forms_of(call).FORMS[chosen](call)
 
 
-def _two_sided_options(options: Options) -> tuple:
-    return (
-        options.feature_map, options.normalize, options.center, options.mean_path, options.ridge, options.scale,
-        options.eps, options.q_scale,
-    )  # fmt: skip
+def _two_sided_options(o: Options) -> tuple:
+    return (o.feature_map, o.normalize, o.center, o.mean_path, o.ridge, o.scale, o.eps, o.q_scale)
 
 
 def _kernel(call: Call, chosen: str) -> tuple[Tensor, State | None]:

@@ -10,15 +10,14 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from ..checks import check_name, check_unknown, named
+from ..checks import check_unknown, named
 from ..delta_rule import fused
 from ..delta_rule.call import DeltaCall, prepare
 from ..delta_rule.operator import delta_op, evaluate
 from ..delta_rule.state import DeltaState
 from ..dispatch.autograd import needs_backward, refuse_forward_mode
-from ..dispatch.trial import trial_of
-from ..dispatch.verify import fault
-from ..options import IMPLS, plain_precision
+from ..op import choose
+from ..options import plain_precision
 
 
 def delta(
@@ -36,23 +35,18 @@ def delta(
     a, b    columns of A and B, [B, N, H, r, D], r at most 3; None for none. Without both: gated linear attention
     state   state after the preceding tokens; return_state also returns the state after the last token, with
             "mergeable" including what `merge_delta` needs
-    impl    "torch" and "auto" process chunks of 64 tokens, "reference" single tokens, "triton" chunks of 16 on a GPU:
-            bfloat16 and float16, ranks up to 2, one write per token, at most 128 channels; decays below e^-10 count as
-            e^-10. "auto" does not use it, since it was compiled and interpreted, but never ran on a GPU
+    impl    "triton" (on CUDA devices): bfloat16 and float16, ranks up to 2, one write per token, at most 128 channels;
+            decays below e^-10 count as e^-10. "torch" computes chunks of 64 tokens, "reference" single tokens; "auto"
+            as in `api`
 
     States and sums are float32 (float64 for float64 tokens). Raises ValueError for wrong shapes, dtypes, devices, names
     and decays. Derivatives: reverse mode, once.
     """
     check_unknown(unknown, NAMES)
-    check_name("impl", impl, IMPLS)
-    if return_state not in (False, True, "mergeable"):
-        raise ValueError(f"return_state must be False, True or 'mergeable', got {return_state!r}.")
-    if state is not None and not isinstance(state, DeltaState):
-        raise ValueError(f"state must be a DeltaState returned by delta with return_state, got {type(state).__name__}.")
-    x = prepare(q, k, v, log_f, a, b, None if state is None else state.matrix)
+    x = prepare(q, k, v, log_f=log_f, a=a, b=b, state=state, return_state=return_state, impl=impl)
     refuse_forward_mode("delta", *x)
     with plain_precision(x.q):
-        o, last = _run(x, _chosen(x, impl))
+        o, last = _run(x, choose(x, impl))
         if not return_state:
             return o
         if return_state != "mergeable":
@@ -60,16 +54,6 @@ def delta(
         eye = torch.eye(x.q.shape[3], dtype=last.dtype, device=last.device).expand(*last.shape[:3], -1)
         nothing = x.v.new_zeros(()).expand(*x.v.shape[:4], x.q.shape[3])
         return o, DeltaState(last, delta_op(*x._replace(v=nothing, state=eye))[1])
-
-
-def _chosen(x: DeltaCall, impl: str) -> str:
-    """Return the form of a call. Raises ValueError if impl="triton" cannot run it."""
-    if impl != "triton":
-        return "torch" if impl == "auto" else impl
-    reason = fused.why_not(x) or fault(trial_of(x), x.q.device.index)
-    if reason is not None:
-        raise ValueError(f'impl="triton" cannot run here: {reason}; use impl="auto".')
-    return impl
 
 
 def _run(x: DeltaCall, form: str) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_tensors
-from ..options import autocast_dtype, compute_dtype
+from ..checks import check_name, check_tensors
+from ..options import IMPLS, autocast_dtype, compute_dtype
+from .state import DeltaState
 
 MAX_RANK = 3
 
@@ -27,9 +28,15 @@ class DeltaCall(NamedTuple):
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, a: Tensor | None, b: Tensor | None, state: Tensor | None
-) -> DeltaCall:
+    q: Tensor, k: Tensor, v: Tensor, *, log_f: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None,
+    state: DeltaState | None = None, return_state: bool | str = False, impl: str = "auto",
+) -> DeltaCall:  # fmt: skip
     """Check a call and expand every tensor to its full rank. Autocast casts tokens, except float64."""
+    check_name("impl", impl, IMPLS)
+    if return_state not in (False, True, "mergeable"):
+        raise ValueError(f"return_state must be False, True or 'mergeable', got {return_state!r}.")
+    if state is not None and not isinstance(state, DeltaState):
+        raise ValueError(f"state must be a DeltaState returned by delta with return_state, got {type(state).__name__}.")
     k, v = (x.unsqueeze(3) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (k, v))
     for name, x in (("k", k), ("v", v)):
         if isinstance(x, Tensor) and (x.dim() != 5 or not 1 <= x.shape[3] <= MAX_RANK):
@@ -48,7 +55,7 @@ def prepare(
     if dtype is not None:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     a, b = _low_rank(q, a, b)
-    return DeltaCall(q, k, v, _decays(q, log_f), a, b, _state(q, v, state))
+    return DeltaCall(q, k, v, _decays(q, log_f), a, b, _state(q, v, None if state is None else state.matrix))
 
 
 def _low_rank(q: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:

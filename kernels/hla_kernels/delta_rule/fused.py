@@ -29,10 +29,8 @@ WIDEST = 128
 
 
 def why_not(x: DeltaCall) -> str | None:
-    """Return the reason why there is no Triton form of a call, or None."""
+    """Return the reason why there is no Triton form of a call on an NVIDIA GPU, or None."""
     form, (d, dv) = "the Triton form of delta", (x.q.shape[3], x.v.shape[4])
-    if x.q.device.type != "cuda" or torch.version.hip:
-        return f"{form} runs on NVIDIA GPUs"
     if x.q.dtype not in (torch.bfloat16, torch.float16):
         return f"{form} is for bfloat16 and float16, not {x.q.dtype}"
     if x.a.shape[3] > 2 or x.k.shape[3] > 1:
@@ -49,6 +47,8 @@ def _walk(
 
     (n_batch, n, h, d), dv, r = q.shape, v.shape[3], a.shape[3]
     found = _empty(q, v, a, dtype, save)
+    if not n_batch:
+        return found
     given = [x.contiguous() for x in (q, k, v, log_f.float(), a, b, state.float())]
     with torch.cuda.device_of(q):
         launch(
@@ -123,6 +123,14 @@ def delta_walk_backward(
     state: Tensor, last: Tensor, z: Tensor, states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the inputs of `delta_walk`, in their order."""
+    with torch.autocast(q.device.type, enabled=False):
+        return _gradients(grad, grad_state, q, k, v, log_f, a, b, state, last, z, states)
+
+
+def _gradients(
+    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor,
+    state: Tensor, last: Tensor, z: Tensor, states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     k1, v1 = k[:, :, :, 0], v[:, :, :, 0]
     grad_state, back = grad_state.float(), (q.flip(1), grad.flip(1), _later(log_f), _later(b), _later(a))
     dv, g_first, y, g_states = _walk(k1.flip(1), *back, grad_state, torch.float32, True)

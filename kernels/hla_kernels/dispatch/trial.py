@@ -29,12 +29,13 @@ def trial_of(call: Any) -> tuple | None:
     q, k, v = call.q, call.k, call.v
     if isinstance(call, DeltaCall):
         numbers = tuple(len(range(x)) for x in (q.shape[2], q.shape[3], v.shape[4], call.a.shape[3]))
-        return ("delta", q.dtype, numbers, (("channels", call.log_f.shape[3] > 1),))
+        options: tuple = (("channels", call.log_f.shape[3] > 1), ("ab", (call.a.dtype, call.b.dtype)))
+        return ("delta", q.dtype, numbers, options)
     # ranges have constant lengths while dynamo traces dynamic shapes
     widths = tuple(len(range(x)) for x in (q.shape[2], k.shape[2], q.shape[3], v.shape[3]))
     if isinstance(call, BlockCall):
         o, turned = call.options, None if call.rotary is None else tuple(int(x) for x in call.rotary[0].shape)
-        options: tuple = (
+        options = (
             *_grid(o.layout), ("prefix", int(o.layout.prefix)), ("order", o.order), ("feature_map", o.feature_map),
             ("normalize", o.normalize), ("rotary_half", o.rotary_half), ("moments", o.moments),
             ("token_mask", call.mask is not None), ("rotary", turned),
@@ -83,7 +84,7 @@ def runs(form: tuple) -> Iterator[Run]:
     """Return the runs that check a form on the current CUDA device, one for each path of its operator."""
     op, dtype, widths, pairs = form
     if op == "delta":
-        yield _delta_run(dtype, widths, dict(pairs)["channels"])
+        yield _delta_run(dtype, widths, **dict(pairs))
         return
     for batch, n in sizes(form):
         yield _run(op, dtype, widths, dict(pairs), batch, n)
@@ -110,7 +111,7 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def _delta_run(dtype: torch.dtype, sizes: tuple[int, ...], channels: bool) -> Run:
+def _delta_run(dtype: torch.dtype, sizes: tuple[int, ...], channels: bool, ab: tuple[torch.dtype, ...]) -> Run:
     """Return the function that runs `delta` in two pieces, forward and backward."""
     import hla_kernels
 
@@ -118,13 +119,13 @@ def _delta_run(dtype: torch.dtype, sizes: tuple[int, ...], channels: bool) -> Ru
     shapes: list[tuple[int, ...]] = [(h, d), (h, d), (h, dv), (h, d) if channels else (h,), *((h, r, d),) * 2, (h, dv)]
     q, k, v, f, a, b, grad = (torch.randn(2, N, *x, generator=random, device=DEVICE) for x in shapes)
     k = torch.nn.functional.normalize(k, dim=-1)
-    inputs = [*(x.to(dtype) for x in (q, k, v)), -f.abs(), *(x.to(dtype) for x in (a / d, b / d))]
+    inputs = [*(x.to(dtype) for x in (q, k, v)), -f.abs(), (a / d).to(ab[0]), (b / d).to(ab[1])]
     for x in inputs:
         x.requires_grad_()
 
     def run(impl: str) -> list[Tensor]:
         state, outputs = None, []
-        for piece in (slice(0, 100), slice(100, N)):
+        for piece in (slice(0, N // 2), slice(N // 2, N)):
             q, k, v, log_f, a, b = (x[:, piece] for x in inputs)
             more = {"a": a, "b": b} if r else {}
             y, state = hla_kernels.delta(q, k, v, log_f=log_f, state=state, return_state=True, impl=impl, **more)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -68,13 +69,22 @@ def test_error_and_bits(monkeypatch, case):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_public_call():
-    """It passes its first-use check, and is near the torch form."""
-    x, _ = setting(GPU_CASES[0], torch.bfloat16, "cuda")
-    q, k, v, log_f, a, b, _ = x
-    given = {"log_f": log_f, "a": a, "b": b}
-    torch_form = hk.delta(q, k, v, **given, impl="torch")
-    assert l2_error(hk.delta(q, k, v, **given, impl="triton"), torch_form.double()) <= 6e-3
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_auto_and_compile(case):
+    """`auto` uses it after its first-use check, compiled in one graph with the same bits; near the torch form."""
+    q, k, v, log_f, a, b, state = setting(case, torch.bfloat16, "cuda")[0]
+    log_f = log_f if case[4] else log_f.squeeze(3)
+    x = [t.requires_grad_() for t in (q, k, v, log_f, *((a, b) if case[3] else ()))]
+    f = partial(delta_of, state=hk.DeltaState(state))
+    assert hk.explain("delta", *x[:3], log_f=log_f, **dict(zip("ab", x[4:], strict=False))).impl == "triton"
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    found = [(y := g(*x), *torch.autograd.grad(y.float().square().mean(), x)) for g in (f, compiled)]
+    assert all(torch.equal(s, t) for s, t in zip(*found, strict=True))
+    assert l2_error(found[0][0], f(*x, impl="torch").double()) <= 6e-3
+
+
+def delta_of(q, k, v, log_f, a=None, b=None, **options):
+    return hk.delta(q, k, v, log_f=log_f, a=a, b=b, **options)
 
 
 @pytest.mark.kernels
@@ -91,14 +101,22 @@ def test_few_spills_and_no_operand_in_registers(tmp_path):
 
 
 def test_what_triton_does_not_have():
-    x = setting(CASES[1], torch.bfloat16, "cpu")[0]
-    q, k, v, log_f, a, b, state = x
-    log_f = log_f[:, :, :, 0]
-    why_not = lambda **more: fused.why_not(prepare(q, k, v, log_f, a, b, state)._replace(**more))  # noqa: E731
-    assert "NVIDIA" in why_not()
-    with pytest.raises(ValueError, match='impl="triton" cannot run here'):
+    q, k, v, log_f, a, b, _ = setting(CASES[1], torch.bfloat16, "cpu")[0]
+    log_f = log_f.squeeze(3)
+    call = prepare(q, k, v, log_f=log_f, a=a, b=b)
+    assert fused.why_not(call) is None
+    three, wide = [torch.cat([x, x, x], 3) for x in (k, v)], q.repeat(1, 1, 1, 9)
+    for changes, words in (
+        ({"q": q.float()}, "float32"), ({"a": a.repeat(1, 1, 1, 3, 1)}, "got 3 and 1"),
+        ({"k": three[0], "v": three[1]}, "got 1 and 3"), ({"q": wide}, "got 144 and 24"),
+    ):  # fmt: skip
+        assert words in fused.why_not(call._replace(**changes))
+    with pytest.raises(ValueError, match="cannot run here: the Triton forms run on CUDA devices, not on cpu"):
         hk.delta(q, k, v, log_f=log_f, a=a, b=b, impl="triton")
-    assert hk.delta(q, k, v, log_f=log_f, a=a, b=b).shape == v[:, :, :, 0].shape
+    found = hk.explain("delta", q, k, v, log_f=log_f, a=a, b=b)
+    assert found.impl == "torch" and "CUDA" in found.why_not["triton"]
+    with pytest.raises(ValueError, match="did you mean 'log_f'"):
+        hk.explain("delta", q, k, v, log_g=log_f)
 
 
 def interpreted() -> None:
@@ -106,6 +124,8 @@ def interpreted() -> None:
 
     interpret_quicker()
     torch.cuda.device_of = lambda x: nullcontext()
+    empty = [t[:0] for t in setting(CASES[1], torch.float32, "cpu")[0]]
+    assert [t.shape[0] for t in fused.delta_walk(*empty, True)[:2]] == [0, 0]
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
             poison(patch)

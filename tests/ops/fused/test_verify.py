@@ -179,6 +179,8 @@ def calls_of_all_operators():
     yield op.PREPARE["multipole"](q, k, k, **grid, degree=2)
     adaptive = op.PREPARE["adaptive_multipole"]
     yield adaptive(q, k, k, grid=(2, 5), prefix=2, k_tile=4, far="variance", key_padding_mask=mask)
+    yield op.delta_call.prepare(q, q, q, log_f=-torch.rand(2, 12, 4))
+    yield op.delta_call.prepare(q, q, q, log_f=-torch.rand(2, 12, 4, 16), a=q.unsqueeze(3), b=q.unsqueeze(3).double())
 
 
 @pytest.mark.parametrize("checked", [*calls_of_all_operators()], ids=lambda c: type(c).__name__)
