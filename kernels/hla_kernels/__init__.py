@@ -36,7 +36,6 @@ from .hla.streaming.stream import read
 from .op import Explanation, explain
 from .options import MAX_HEAD_DIM, OPS
 from .ranks.sharded import sharded
-from .softmax.multipole.fused import flops as _multipole_flops  # noqa: F401  registers the formulas
 from .softmax.taylor import flops as _taylor_flops  # noqa: F401  registers the formulas
 
 __all__ = [

@@ -60,7 +60,8 @@ from .options import (
 )
 from .sequences import WHOLE, Sequences, pack, real, rows_of, unpack
 from .softmax.adaptive.call import AdaptiveCall
-from .softmax.multipoles import PREPARE, MultipoleCall, forms_of
+from .softmax.multipoles import FORMS, PREPARE, MultipoleCall
+from .softmax.multipoles import why_not as why_not_multipole
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
 from .softmax.taylor.operator import taylor2_op, taylor2_packed_op
@@ -117,7 +118,7 @@ def why_not_triton(call: AnyCall) -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
     if isinstance(call, MultipoleCall):
-        return forms_of(call).why_not(call)
+        return why_not_multipole(call)
     if isinstance(call, delta_call.DeltaCall):
         return delta_fused.why_not(call)
     if isinstance(call, taylor_call.TaylorCall):
@@ -142,12 +143,6 @@ def why_not_reference(call: AnyCall) -> str | None:
     return None if not stateful else "the reference is an N x N matrix and has no state"
 
 
-def not_by_default(call: AnyCall) -> str | None:
-    """Return the reason why impl="auto" does not use the Triton form of a supported call, or None."""
-    slower = forms_of(call).slower(call) if isinstance(call, MultipoleCall) else None
-    return slower or unverified(call)
-
-
 def unverified(call: AnyCall) -> Fault | None:
     """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`)."""
     index, changed = call.q.device.index, not isinstance(call, block_call.BlockCall)  # since all GPU tests ran
@@ -157,7 +152,7 @@ def unverified(call: AnyCall) -> Fault | None:
 def choose(call: AnyCall, impl: str) -> str:
     """Return the implementation of a call. Raises ValueError if an explicit `impl` does not support it."""
     if impl == "auto":
-        reason = why_not_triton(call) or not_by_default(call)
+        reason = why_not_triton(call) or unverified(call)
         warn(reason)
         return "triton" if reason is None else "torch"
     reason = why_not_reference(call) if impl == "reference" else None
@@ -197,8 +192,8 @@ def _explained(call: AnyCall, impl: str) -> Explanation:
     why_not = {}
     for name in IMPLS[1:]:
         if name == "triton" and chosen != name:
-            slower = not_by_default(call) if impl == "auto" and why_not_triton(call) is None else None
-            why_not[name] = why_not_triton(call) or slower or f"impl={impl!r} was asked for"
+            untrusted = unverified(call) if impl == "auto" and why_not_triton(call) is None else None
+            why_not[name] = why_not_triton(call) or untrusted or f"impl={impl!r} was asked for"
         elif name != chosen:
             why_not[name] = (why_not_reference(call) if name == "reference" else None) or (
                 f"impl={impl!r} was asked for" if impl != "auto" else SLOWER[name]
@@ -372,7 +367,7 @@ def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str, op: str, **options
     if chosen == "triton":
         refuse_forward_mode(op, q, k, v)
     with plain_precision(call.q):
-        return forms_of(call).FORMS[chosen](call)
+        return FORMS[type(call)][chosen](call)
 
 
 def _two_sided_options(o: Options) -> tuple:

@@ -158,6 +158,17 @@ def test_rounding(form, dtype):
     assert all(a <= 2 * b for a, b in zip(ours, plain, strict=True)), (ours, plain)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("degree", [0, 1, 2])
+def test_the_bits_are_the_same(form, degree):
+    """By blocks, where a token is read by the queries of several blocks, and by tokens."""
+    more = {"grid": (21, 4), "blocks": (2, 2), "prefix": 1, "radius": 3, "degree": degree}
+    x = [t.to("cuda", torch.float16) for t in setting((21, 4), 1, 0, hk=4, d=48, dv=64)]
+    runs = [grads("torch", x, more) for _ in range(8)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
 def grads(impl, x, more):
     x = [t.detach().clone().requires_grad_() for t in x]
     y = hk.multipole(*x, **more, impl=impl)

@@ -26,16 +26,14 @@ def multipole(
                   axis, which differ by one token if they do not divide it
     radius        near tokens are within this distance along every axis; if it covers the grid, the result is softmax
     degree        1 as above; 0: far weights exp(a_tb), that is one token with the mean value per block; 2: an
-                  additional term exp(a_tb) (s_tj - a_tb)^2 / 2, with a state of about M D^2 / 2 x Dv. The Triton form
-                  has degree 0 only
+                  additional term exp(a_tb) (s_tj - a_tb)^2 / 2, with a state of about M D^2 / 2 x Dv
     prefix, suffix  number of tokens before and after the grid (class, text): near to all tokens
     q_scale       scale of softmax, such as D^-1/2
-    key_padding_mask   [B, N] bool, True for real tokens, as in `api`; not supported by the Triton form
-    impl          as in `api`
+    key_padding_mask   [B, N] bool, True for real tokens, as in `api`
+    impl          as in `api`; there is no Triton form
 
-    Raises ValueError for wrong shapes, dtypes, devices and names. The Triton form supports reverse mode, once; the
-    others are plain torch code with all derivatives. Near field and expansions of the far field: Greengard and Rokhlin,
-    J. Comput. Phys. 73, 1987.
+    Raises ValueError for wrong shapes, dtypes, devices and names. Plain torch code with all derivatives. Near field and
+    expansions of the far field: Greengard and Rokhlin, J. Comput. Phys. 73, 1987.
     """
     check_unknown(unknown, NAMES)
     return run_multipole(

@@ -12,7 +12,6 @@ from ..blockmix.call import BlockCall
 from ..delta_rule.call import DeltaCall
 from ..sequences import Sequences
 from ..softmax.adaptive.call import AdaptiveCall
-from ..softmax.multipole.call import MultipoleCall
 from .autograd import are_fixed
 from .verify import Run
 
@@ -41,11 +40,6 @@ def trial_of(call: Any) -> tuple | None:
             ("token_mask", call.mask is not None), ("rotary", turned),
         )  # fmt: skip
         return ("mhla", q.dtype, widths, (*options, ("mixing", tuple(int(x) for x in call.mixing.shape))))
-    if isinstance(call, MultipoleCall):
-        field = call.field
-        outer = (("prefix", int(field.prefix)), ("suffix", int(field.suffix)))
-        options = (*_grid(field.layout), *outer, ("radius", field.radius), ("degree", call.degree))
-        return ("multipole", q.dtype, widths, (*options, ("q_scale", widths[2] ** -0.5)))
     if isinstance(call, AdaptiveCall):  # nearest tiles: others depend on rounding, and torch may choose others
         edge = (("prefix", min(1, call.field.prefix)), ("suffix", min(1, call.field.suffix)))
         options = (("grid", (24, 24)), *edge, ("select", "near"), ("density", 0.3), ("k_tile", call.field.k_tile))

@@ -71,7 +71,7 @@ def package() -> str:
 def is_shipped(index: int | None, changed: bool) -> bool:
     """Whether the GPU tests ran on this machine. True without a GPU, where only fake tensors are on CUDA.
 
-    changed: whether the kernels of the call changed since then (multipole, adaptive_multipole: on 2026-11-26)."""
+    changed: whether the kernels of the call changed since then (adaptive_multipole: on 2026-11-26)."""
     if not torch.cuda.is_available():
         return True
     _, compute, triton, ptxas = machine(index)

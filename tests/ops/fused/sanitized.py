@@ -1,6 +1,6 @@
 """Every Triton kernel at least once, on small shapes: the program that `test_sanitizer` runs under compute-sanitizer.
 
-python sanitized.py hla | blockmix | multipole | features [PART OF]
+python sanitized.py hla | blockmix | features [PART OF]
 
 Runs the PART-th of OF shares of a family, and prints the kernels that ran and all that the family has as one line of
 JSON.
@@ -21,8 +21,6 @@ import triton
 import hla_kernels.features.rms_norm  # noqa: F401  its operator
 from hla_kernels.hla.fused import Spec
 from hla_kernels.hla.two_sided import two_sided, two_sided_backward
-from hla_kernels.softmax.multipole.fused import plan as multipole_plan
-from tests.mixers import multipole_cases
 from tests.ops.blockmix import fused_cases
 from tests.ops.fused import cases
 
@@ -65,7 +63,6 @@ BLOCKS = (
     ({"order": "hla2", "feature_map": "elu1"}, (12, 13), (2, 1), 0, (1, 2, 40, 48), BF16, {"mask": True}),
 )
 # case, channels
-MULTIPOLES = (("uneven", 64), ("video", 72), ("far line", 64), ("far video", 72))
 
 # channels, those of half a head if they are rotated
 NORMS = ((100, 0), (120, 20))
@@ -123,16 +120,6 @@ def blocks(patch: pytest.MonkeyPatch, share: Sequence) -> None:
         finite(*fused_cases.triton_form(patch, o, *fused_cases.make(o, sizes, dtype, device=DEVICE, **more), rotary))
 
 
-def multipole(patch: pytest.MonkeyPatch, share: Sequence) -> None:
-    """Multipole attention, with pooled blocks or without."""
-    for case, d in share:
-        patch.setattr(multipole_plan, "pools", lambda plan, pooled=case in multipole_cases.POOLED: pooled)
-        tokens, grad, more = multipole_cases.setting(case, d, BF16, DEVICE)
-        with patch.context() as poisoned:
-            cases.poison(poisoned)
-            finite(*multipole_cases.grads(tokens, grad, multipole_cases.impl("triton", more)))
-
-
 def norms(_: pytest.MonkeyPatch, share: Sequence) -> None:
     """RMSNorm of tokens that are rows of a wider tensor, alone and with relu and a rotation."""
     for channels, half in share:
@@ -146,7 +133,6 @@ def norms(_: pytest.MonkeyPatch, share: Sequence) -> None:
 FAMILIES = {
     "hla": (kernels_of("hla_kernels.hla.fused"), whole, WHOLE),
     "blockmix": (kernels_of("hla_kernels.blockmix.fused"), blocks, BLOCKS),
-    "multipole": (kernels_of("hla_kernels.softmax.multipole.fused"), multipole, MULTIPOLES),
     "features": ({"norm_rows", "norm_grads"}, norms, NORMS),
 }
 

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 # processes side by side: most of their time is compiling
-SHARES = {"hla": 6, "blockmix": 3, "multipole": 2, "features": 1}
+SHARES = {"hla": 6, "blockmix": 3, "features": 1}
 
 
 def begin(tool: str, family: str, part: int) -> subprocess.Popen[str]:

@@ -176,7 +176,6 @@ def calls_of_all_operators():
     mixing, turn = torch.rand(4, 2, 2), (torch.rand(12, 8), torch.rand(12, 8))
     yield op.prepare_blocks(q, k, k, mixing, **grid, order="ahla", rotary=turn, token_mask=mask)
     yield op.prepare_blocks(q, q, q, torch.rand(3, 3), grid=(11,), blocks=(2,), prefix=1)
-    yield op.PREPARE["multipole"](q, k, k, **grid, degree=2)
     adaptive = op.PREPARE["adaptive_multipole"]
     yield adaptive(q, k, k, grid=(2, 5), prefix=2, k_tile=4, far="variance", key_padding_mask=mask)
     yield op.delta_call.prepare(q, q, q, log_f=-torch.rand(2, 12, 4))

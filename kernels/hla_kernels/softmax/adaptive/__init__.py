@@ -17,5 +17,5 @@ result is exact with density=1, or with key tiles of one token.
 Multiplications per query and head for T tiles and density r: 5 T D for the far field, T D for a selection by "error" or
 "mass", 2 r N D for the exact field.
 
-Reading order: layout, reference, pooling, routing, torch_form, fused, forms.
+Reading order: layout, reference, pooling, routing, torch_form, fused.
 """

@@ -22,8 +22,7 @@ Two equivalent orders of products; D = Dv, M blocks, V tokens of a block and its
                fixed M except for V >= N / M; cheaper from about N = 500 on at D = 64 with 4 x 4 blocks, radius 2,
                degree 1
 The order with fewer multiplications runs in `torch_form`, for some queries or blocks at a time, so that memory is
-bounded. `fused` is the Triton form of degree 0 in bfloat16 and float16, which never stores the weights; where it would
-read all keys of more than 32,768 tokens (`fused.plan.pools`), `auto` uses the torch form (`forms`).
+bounded. There is no Triton form: `softmax.adaptive`, which has one, is closer to softmax with as many exact keys.
 
-Reading order: reference, layout, heads, by_tokens, by_blocks, torch_form, fused, forms.
+Reading order: reference, layout, by_tokens, by_blocks, torch_form.
 """

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..heads import SMALLEST, Heads, attend, largest
 from ..taylor.torch_form import features
-from .heads import anchors_of, sizes
-from .layout import Field, Slots, slots
+from .layout import Field, Slots, anchors_of, sizes, slots
 
 BLOCK = 2**25  # numbers in memory for one group of query blocks
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..heads import SMALLEST, Heads, largest
-from .heads import anchors_of
-from .layout import Field, membership, near
+from .layout import Field, anchors_of, membership, near
 
 PAIRS = 2**26  # weights in memory at a time
 

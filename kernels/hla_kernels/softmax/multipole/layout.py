@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...blockmix.layout import Layout, block_table
+from ..heads import Heads
 
 
 class Field(NamedTuple):
@@ -53,6 +54,20 @@ def membership(layout: Layout, like: Tensor) -> Tensor:
     """Return the membership of tokens in blocks, 0 or 1, [N, M]."""
     blocks = block_table(layout, like.device)
     return (blocks[:, None] == torch.arange(layout.n_blocks, device=like.device)).to(like.dtype)
+
+
+def sizes(x: Heads, field: Field) -> tuple[Tensor, Tensor]:
+    """Return (membership of each token in the blocks [.., N, M], number of real tokens per block [.., M, 1])."""
+    weight = membership(field.layout, x.k)
+    if x.live is not None:
+        weight = weight * x.live.narrow(-2, field.prefix, field.n_grid)
+    return weight, weight.sum(-2)[..., None]
+
+
+def anchors_of(x: Heads, field: Field) -> Tensor:
+    """Return the mean key of each block, [B, H, M, D]; 0 for blocks without a real token."""
+    weight, n = sizes(x, field)
+    return (weight.mT @ x.k.narrow(-2, field.prefix, field.n_grid)) / n.clamp(min=1)
 
 
 def near(grid: tuple[int, ...], radius: int, rows: Tensor, columns: Tensor) -> Tensor:

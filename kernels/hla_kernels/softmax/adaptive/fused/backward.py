@@ -8,7 +8,6 @@ c_t = g_t.(H'q_t) / tiles.
 import triton
 import triton.language as tl
 
-from ...rows import load, products, store
 from .tiles import (
     FREE,
     LOWEST,
@@ -20,8 +19,11 @@ from .tiles import (
     get,
     head_of,
     is_chosen,
+    load,
+    products,
     put,
     query_rows,
+    store,
     weighted,
 )
 

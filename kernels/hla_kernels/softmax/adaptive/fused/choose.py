@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...rows import load, products
-from .tiles import FREE, LOWEST, UNITS, far_powers, far_tiles, squares, tile_sums
+from .tiles import FREE, LOWEST, UNITS, far_powers, far_tiles, load, products, squares, tile_sums
 
 
 @triton.jit(do_not_specialize=FREE)

@@ -3,8 +3,21 @@
 import triton
 import triton.language as tl
 
-from ...rows import load, products
-from .tiles import FREE, LOWEST, exact_rows, far_powers, far_tiles, get, head_of, is_chosen, put, query_rows, weighted
+from .tiles import (
+    FREE,
+    LOWEST,
+    exact_rows,
+    far_powers,
+    far_tiles,
+    get,
+    head_of,
+    is_chosen,
+    load,
+    products,
+    put,
+    query_rows,
+    weighted,
+)
 
 
 @triton.jit(do_not_specialize=FREE)

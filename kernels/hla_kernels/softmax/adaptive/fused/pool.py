@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...rows import load, store
-from .tiles import FREE, added, get, head_of, put, squares, tile_sums
+from .tiles import FREE, added, get, head_of, load, put, squares, store, tile_sums
 
 
 @triton.jit(do_not_specialize=FREE)

@@ -8,12 +8,32 @@ are miscompiled.
 import triton
 import triton.language as tl
 
-from ...rows import load, products
-
 LOWEST = tl.constexpr(-1e30)  # instead of minus infinity, whose difference to itself is NaN
 UNITS = tl.constexpr(2**15)  # query tiles are numbered below it; in a list, higher bits say which key tiles they read
 FREE = ["qs", "xs", "ys", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at"]
 FREE += ["heads", "factor", "scale", "groups", "U"]  # U: if it is constant 1, Triton cannot pipeline `for_tiles`
+
+
+@triton.jit
+def load(ptr, row, stride, inside, D: tl.constexpr, DP: tl.constexpr):
+    """Load rows of D channels as [., DP], with zeros outside."""
+    d = tl.arange(0, DP)
+    at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
+    return tl.load(at, inside[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store(ptr, row, stride, inside, x, D: tl.constexpr, DP: tl.constexpr):
+    """Store rows of D channels from [., DP], the inverse of `load`."""
+    d = tl.arange(0, DP)
+    at = ptr + row.to(tl.int64)[:, None] * stride + d[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), inside[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def products(x, y):
+    """Return x_i.y_j, [I, J]."""
+    return tl.dot(x, tl.trans(y), input_precision="ieee")
 
 
 @triton.jit
