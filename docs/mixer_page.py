@@ -14,6 +14,7 @@ FORMS = {  # class or base class -> what computes it on CUDA in 16 bits
     "LowRank": "torch",
     "MomentMixer": "torch",
     "DeltaMixer": "Triton",
+    "Simplex2": "torch",
     "Taylor2": "torch",
     "Mixer": "Triton",
 }

@@ -22,9 +22,11 @@ from zoo.mixers.poly import Polynomial
 from zoo.mixers.protocol import Mixer
 from zoo.mixers.rala import Rala
 from zoo.mixers.resolvent import Resolvent
+from zoo.mixers.simplex2 import Simplex2
 from zoo.mixers.softmax import Softmax
 from zoo.mixers.strassen import Multilinear, Strassen
 from zoo.mixers.taylor2 import Taylor2
+from zoo.mixers.triple import Triple
 
 MIXERS: dict[str, type[Mixer]] = {
     "softmax": Softmax,
@@ -42,6 +44,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "resolvent": Resolvent,
     "strassen": Strassen,
     "multilinear": Multilinear,
+    "triple": Triple,
+    "simplex2": Simplex2,
     "efficient": Efficient,
     "performer": Performer,
     "flare": Flare,
