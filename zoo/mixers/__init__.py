@@ -12,8 +12,9 @@ from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.delta import GLA, HDLA, DeltaNet, GatedDeltaNet, Mamba2, RetNet
 from zoo.mixers.hla import AHLA, HLA2, HLA3, LinearAttention
 from zoo.mixers.inline import InLine
-from zoo.mixers.low_rank import Efficient, Flare, Linformer, Nystrom, Performer
+from zoo.mixers.low_rank import Efficient, Flare, Linformer, Nystrom, Performer, Rfa
 from zoo.mixers.mala import Mala
+from zoo.mixers.mega import Mega
 from zoo.mixers.mesa import Mesa
 from zoo.mixers.mhla import BlockMixer, SecondOrderBlockMixer
 from zoo.mixers.multipole import Multipole
@@ -48,9 +49,11 @@ MIXERS: dict[str, type[Mixer]] = {
     "simplex2": Simplex2,
     "efficient": Efficient,
     "performer": Performer,
+    "rfa": Rfa,
     "flare": Flare,
     "linformer": Linformer,
     "nystrom": Nystrom,
+    "mega": Mega,
     "hdla": HDLA,
     "gdn": GatedDeltaNet,
     "deltanet": DeltaNet,

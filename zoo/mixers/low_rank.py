@@ -1,4 +1,4 @@
-"""Mixers with weights of low rank: FLARE, Linformer, Nystromformer, Performer and efficient attention."""
+"""Mixers of low rank: FLARE, Linformer, Nystromformer, Performer, RFA and efficient attention."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import hla_kernels
 from hla_kernels.ranks.collectives import add_ranks
+from hla_kernels.sequences import real
 from zoo.errors import unknown_name
 from zoo.grid import split_tokens
 from zoo.mixers.base import EPS
@@ -18,12 +19,13 @@ from zoo.mixers.options import LocalOptions
 from zoo.mixers.protocol import Mixer
 
 READERS = ("q", "k")
+SMALLEST_MEAN = 0.01  # lower bound of the mean weight estimated by `rfa`, as in the published code
 DEFAULT_SIDE = 16  # tokens per axis for which `linformer` stores weights if the grid is not known
 
 
 @dataclass(frozen=True)
 class RankOptions(LocalOptions):
-    """Options of `performer`. Raises ValueError for a value that is not allowed.
+    """Options of `performer` and `rfa`. Raises ValueError for a value that is not allowed.
 
     rank: number of random features
     """
@@ -81,8 +83,8 @@ class NystromOptions(PooledOptions):
         super().__post_init__()
 
 
-class LowRank(Mixer):
-    """Base class of two-sided mixers whose weights have a low rank. A subclass defines `attend`."""
+class TwoSidedMixer(Mixer):
+    """Base class of two-sided mixers without feature maps. A subclass defines `attend`."""
 
     takes_rotations: ClassVar[bool] = True
 
@@ -107,7 +109,7 @@ class LowRank(Mixer):
         return reason if self.shares_tokens or not reason else "pools tokens by their position in the whole sequence"
 
 
-class Flare(LowRank):
+class Flare(TwoSidedMixer):
     """FLARE o_t = sum_m softmax_m(r_t.l_m) sum_j softmax_j(l_m.k_j) v_j with M learned latents l [H, M, D], r = q or k.
 
     arXiv 2508.12594: two calls of softmax attention through M latents, scale 1 (the latents are learned). The weights
@@ -140,7 +142,7 @@ class Flare(LowRank):
         return attention(reader, latents, gathered.to(v.dtype), 1.0)
 
 
-class Efficient(LowRank):
+class Efficient(TwoSidedMixer):
     """Efficient attention o_t = softmax_D(q_t) (softmax_N(K)'V): softmax over the channels of q, over the tokens of k.
 
     Shen et al., arXiv 1812.01243, Eq. 6. The weights are non-negative and sum to one.
@@ -159,7 +161,7 @@ class Efficient(LowRank):
         return apply_matrix(q.softmax(-1).to(v.dtype), pairs)
 
 
-class Performer(LowRank):
+class Performer(TwoSidedMixer):
     """Performer: softmax weights exp(scale q.k) estimated by positive random features, o = phi(q) phi(K)'V / sum.
 
     phi(x) = exp(w_r.y - |y|^2 / 2), y = sqrt(scale) x, for `rank` random directions w, orthogonal in blocks of D
@@ -208,7 +210,55 @@ class Performer(LowRank):
         return along - y.square().sum(-1, keepdim=True) / 2
 
 
-class Linformer(LowRank):
+class Rfa(TwoSidedMixer):
+    """RFA: softmax weights exp(q.k / sigma^2) of unit vectors estimated by random Fourier features, as in Performer.
+
+    phi(x) = [sin(w_1.x), .., sin(w_R.x), cos(w_1.x), .., cos(w_R.x)] / sqrt(R) of x / |x|, w_r = z_r / sigma with z_r
+    from a unit normal distribution, drawn once and stored with the model, and sigma learned per head and channel, 1 at
+    initialisation (arXiv 2103.02143, sections 2.2 and 3.1). Estimated weights may be negative; their mean, the
+    denominator, is at least 0.01.
+
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 6 N R D multiplications per head for R directions. Options:
+    `RankOptions`.
+    """
+
+    name = "rfa"
+    defaults = RankOptions()
+    shares_tokens = True
+    options: RankOptions
+    directions: Tensor
+
+    def __init__(self, layer: LayerSpec, options: RankOptions) -> None:
+        super().__init__(layer, options)
+        heads, d = layer.num_heads, layer.head_dim
+        self.register_buffer("directions", torch.empty(heads, options.rank, d, **layer.placement))
+        self.sigma = nn.Parameter(torch.empty(heads, d, **layer.placement))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.directions)
+        nn.init.ones_(self.sigma)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        mask = ctx.key_padding_mask
+        q, k = self.phi(q), real(self.phi(k), mask)
+        ones = torch.ones_like(v[..., :1])
+        sums = product(k, torch.cat([v, ones], -1))
+        count = real(ones[:, :, :1], mask).sum(1, keepdim=True, dtype=k.dtype)
+        if self.group is not None:
+            sums, count = add_ranks(sums, self.group), add_ranks(count, self.group)
+        o = apply_matrix(q, sums / count.clamp(min=1))
+        return (o[..., :-1] / o[..., -1:].clamp(min=SMALLEST_MEAN)).to(v.dtype)
+
+    def phi(self, x: Tensor) -> Tensor:
+        """Compute the features, [B, N, H, D] -> [B, N, H, 2 R] in at least float32."""
+        x = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+        with torch.autocast(x.device.type, enabled=False):
+            angle = torch.einsum("bnhd,hrd->bnhr", x / self.sigma.to(x.dtype), self.directions.to(x.dtype))
+        return torch.cat([angle.sin(), angle.cos()], -1) * self.options.rank**-0.5
+
+
+class Linformer(TwoSidedMixer):
     """Linformer o = softmax(scale q (E K)') F V: M learned weighted means of the keys and of the values.
 
     arXiv 2006.04768, Eq. 7, with E, F [M, N] shared by the heads. They are stored for the grid of the model and
@@ -258,7 +308,7 @@ class Linformer(LowRank):
         return at_grid * (stored.numel() / at_grid.shape[2])
 
 
-class Nystrom(LowRank):
+class Nystrom(TwoSidedMixer):
     """Nystromformer o = softmax(q K~') pinv(softmax(Q~ K~')) softmax(Q~ K')V, Q~ and K~ means of M segments of tokens.
 
     arXiv 2102.03902, Eq. 13 to 15, without its convolution (`lepe` is the nearest option). The segments follow the

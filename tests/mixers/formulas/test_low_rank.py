@@ -9,7 +9,7 @@ from zoo.mixers import Context, build_mixer
 from zoo.mixers.low_rank import pseudoinverse, segments
 
 GRID, PREFIX, RANK = (3, 6), 1, 5
-NAMES = ("flare", "efficient", "performer", "linformer", "nystrom")
+NAMES = ("flare", "efficient", "performer", "rfa", "linformer", "nystrom")
 RANKED = tuple(n for n in NAMES if n != "efficient")
 
 
@@ -53,6 +53,14 @@ def weights_of(mixer, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         ]
         a = features[0] @ features[1].mT
         return a / a.sum(-1, keepdim=True)
+    if mixer.name == "rfa":
+        angles = (
+            torch.einsum("bhnd,hrd->bhnr", t / t.norm(dim=-1, keepdim=True), mixer.directions / mixer.sigma[:, None])
+            for t in (q, k)
+        )
+        a, b = angles
+        weights = torch.cos(a[:, :, :, None] - b[:, :, None]).mean(-1)
+        return weights / N / weights.mean(-1, keepdim=True).clamp(min=0.01)
     if mixer.name == "nystrom":
         w = means(RANK)
         few_q, few_k = w @ q, w @ k
@@ -107,7 +115,7 @@ def test_linformer_keeps_its_means_on_another_grid():
     torch.testing.assert_close(at_16, at_8, rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize("name", ["flare", "efficient", "performer"])
+@pytest.mark.parametrize("name", ["flare", "efficient", "performer", "rfa"])
 def test_points_have_no_order(name):
     mixer, q, k, v, x = setting(name)
     order = torch.randperm(N)
@@ -127,6 +135,21 @@ def test_performer_estimates_softmax():
     draws = torch.stack(draws)
     wanted = (q[0, :, 0] @ k[0, :, 0].T / 2).exp()
     error = (draws.mean(0) - wanted).abs()
+    assert (error < 5 * draws.std(0) / 400**0.5).all()
+
+
+def test_rfa_estimates_softmax_of_unit_vectors():
+    """The mean over many draws of phi(q).phi(k) is exp(q.k - 1) for sigma = 1, within five standard errors."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 6, 1, 4, dtype=torch.float64)
+    draws = []
+    for _ in range(400):
+        mixer = build_mixer("rfa", 4, 1, 4, rank=8, dtype=torch.float64)
+        f, g = (mixer.phi(t)[0, :, 0] for t in (q, k))
+        draws.append((f @ g.T).detach())
+    draws = torch.stack(draws)
+    q, k = (t[0, :, 0] / t[0, :, 0].norm(dim=-1, keepdim=True) for t in (q, k))
+    error = (draws.mean(0) - (q @ k.T - 1).exp()).abs()
     assert (error < 5 * draws.std(0) / 400**0.5).all()
 
 
