@@ -14,29 +14,38 @@ from torch import Tensor
 
 SPACE = "hla_kernels"
 LIBRARY = torch.library.Library(SPACE, "FRAGMENT")
+QKV = "Tensor q, Tensor k, Tensor v"
+TOKENS = {1: "Tensor qkv", 3: QKV, 5: f"{QKV}, Tensor q2, Tensor k2"}  # in a schema, by the number of tensors
 
 
 class Operator:
     """Custom operator `hla_kernels::name` of tensors and plain options, without mutation of its arguments.
 
-    Calling it runs the operator. `register_fake` and `register_autograd` as in torch.library.custom_op.
+    Calling it runs the operator. `register_fake` and `register_autograd` as in torch.library.custom_op. schema: without
+    it, the annotations of the function.
     """
 
-    def __init__(self, name: str, function: Callable) -> None:
-        schema = torch.library.infer_schema(function, mutates_args=())
+    def __init__(self, name: str, function: Callable, schema: str | None = None) -> None:
+        schema = schema or torch.library.infer_schema(function, mutates_args=())
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        self.name, self.function = name, function
         self.overload = getattr(getattr(torch.ops, SPACE), name).default
+        self.defaults = tuple(x.default_value for x in self.overload._schema.arguments)
+        function = self._completed(function)
+        self.name, self.function = name, function
         self._node = _node(self.overload, _no_formula, lambda ctx, inputs, output: None)
         LIBRARY.impl(name, _implementation(function), "CompositeExplicitAutograd")
         LIBRARY.impl(name, torch._disable_dynamo(_recorder(self)), "Autograd")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs) if to_onnx() else self.overload(*args, **kwargs)
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args) if to_onnx() else self.overload(*args)
+
+    def _completed(self, function: Callable) -> Callable:
+        """Return a function of all arguments: the dispatcher omits trailing ones that are equal to their defaults."""
+        return lambda *args: function(*args, *self.defaults[len(args) :])
 
     def register_fake(self, function: Callable) -> Callable:
         """Register the implementation for fake tensors; a decorator."""
-        return torch.library.register_fake(f"{SPACE}::{self.name}", function, lib=LIBRARY)
+        return torch.library.register_fake(f"{SPACE}::{self.name}", self._completed(function), lib=LIBRARY)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """Register the gradient: setup_context(ctx, inputs, output) with all arguments, and backward(ctx, *grads)."""
@@ -48,9 +57,56 @@ def to_onnx() -> bool:
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
-def custom_op(name: str) -> Callable[[Callable], Operator]:
-    """Return a decorator that turns a function with annotated arguments into the operator `hla_kernels::name`."""
-    return lambda function: Operator(name, function)
+def custom_op(name: str, schema: str | None = None) -> Callable[[Callable], Operator]:
+    """Return a decorator that turns a function, with annotated arguments or of a schema, into the operator
+    `hla_kernels::name`."""
+    return lambda function: Operator(name, function, schema)
+
+
+def token_operators(
+    name: str, count: int, schema: str, forward: Callable, outputs: Callable, backward: Callable, last: Callable
+) -> tuple[Operator, Operator]:
+    """Define an operator of `count` tensors of tokens (`TOKENS`; qkv [B, N, 3, H, D] is packed), and its backward.
+
+    schema: the arguments behind the tokens: first a tensor that may have a gradient, then others, perhaps with "bool
+    save=False", which the backward does not have. forward(tokens, *arguments) returns the output and what the backward
+    needs, outputs the same for fake tensors. backward(grad, saved, tokens, *arguments) returns the gradients of the
+    tokens and of the tensor behind them (without elements if none is needed), last(tokens, *arguments) the latter for
+    fake tensors."""
+    tokens, results, save = TOKENS[count], ", ".join(["Tensor"] * (count + 1)), "bool save=False"
+    at = count + [*schema.split(", "), save].index(save)
+    own = custom_op(name, f"({tokens}, {schema}) -> (Tensor, Tensor)")(lambda *x: forward(x[:count], *x[count:]))
+    own.register_fake(lambda *x: outputs(x[:count], *x[count:]))
+    rest = schema.replace(f"{save}, ", "").replace(f", {save}", "")
+    back = custom_op(f"{name}_backward", f"(Tensor grad, Tensor saved, {tokens}, {rest}) -> ({results})")(
+        lambda grad, saved, *x: backward(grad, saved, x[:count], *x[count:])
+    )
+
+    @back.register_fake
+    def _(grad, saved, *x):
+        grads = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:count])
+        return (*grads, last(x[:count], *x[count:]))
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros of the size of `saved`
+        ctx.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+        ctx.others = [None if i in ctx.places else x for i, x in enumerate(inputs)]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.places), output[1])
+
+    def gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple:
+        if grad is None:  # no gradient of the output, hence none of the inputs
+            return (None,) * len(ctx.others)
+        *tensors, saved = ctx.saved_tensors
+        given = list(ctx.others)
+        for i, x in zip(ctx.places, tensors, strict=True):
+            given[i] = x
+        *grads, d_last = back(grad, saved, *given[:at], *given[at + 1 :])
+        wanted = ctx.needs_input_grad[count] and d_last.shape == given[count].shape
+        return (*grads, d_last if wanted else None, *[None] * (len(given) - count - 1))
+
+    own.register_autograd(gradients, setup_context=setup_context)
+    return own, back
 
 
 def _implementation(function: Callable) -> Callable:
@@ -63,12 +119,10 @@ def _implementation(function: Callable) -> Callable:
 def _recorder(operator: Operator) -> Callable:
     """Return the function registered for the Autograd key."""
     overload = operator.overload
-    defaults = tuple(x.default_value for x in overload._schema.arguments)
 
     def run(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            # the dispatcher omits trailing arguments equal to their defaults
-            return operator._node.apply(*args, *defaults[len(args) :])
+            return operator._node.apply(*args, *operator.defaults[len(args) :])
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args)
 

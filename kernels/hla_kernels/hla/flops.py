@@ -64,38 +64,25 @@ class Sizes:
         return tokens + self.products(True) + 2 * self.read_out()
 
 
-def _sizes(tokens: tuple[Shape, ...], op: str, options: tuple, at: int) -> Sizes:
-    """Return the sizes of a call; `at`: index of cu_seqlens among the arguments after the operator's name."""
-    q, k, v = tokens if len(tokens) == 3 else ((*tokens[0][:2], *tokens[0][3:]),) * 3
-    return Sizes(q, k, v, op, options[0], options[at] if len(options) > at else None)
+def _two_sided(name: str, count: int) -> None:
+    """Register the formulas of the operators of `count` tensors of tokens."""
+
+    def sizes(tokens: tuple[Shape, ...], op: str, options: tuple, at: int) -> Sizes:
+        """at: index of cu_seqlens among the arguments behind the operator's name."""
+        q, k, v = tokens if count == 3 else ((*tokens[0][:2], *tokens[0][3:]),) * 3
+        return Sizes(q, k, v, op, options[0], options[at] if len(options) > at else None)
+
+    @register_flop_formula(getattr(torch.ops.hla_kernels, name))
+    def forward(*args: Any, out_shape: Any = None) -> int:
+        return sizes(args[:count], args[count + 1], args[count + 2 :], 12).forward()
+
+    @register_flop_formula(getattr(torch.ops.hla_kernels, f"{name}_backward"))
+    def backward(grad: Shape, saved: Shape, *args: Any, out_shape: Any = None) -> int:
+        return sizes(args[:count], args[count + 1], args[count + 2 :], 11).backward()
 
 
-@register_flop_formula(torch.ops.hla_kernels.two_sided)
-def two_sided_flops(q: Shape, k: Shape, v: Shape, _, op: str, *options: Any, out_shape: Any = None) -> int:
-    """Operations of the forward from q, k, v."""
-    return _sizes((q, k, v), op, options, 12).forward()
-
-
-@register_flop_formula(torch.ops.hla_kernels.two_sided_qkvpacked)
-def two_sided_qkvpacked_flops(qkv: Shape, _, op: str, *options: Any, out_shape: Any = None) -> int:
-    """Operations of the forward from qkv."""
-    return _sizes((qkv,), op, options, 12).forward()
-
-
-@register_flop_formula(torch.ops.hla_kernels.two_sided_backward)
-def two_sided_backward_flops(
-    grad: Shape, saved: Shape, q: Shape, k: Shape, v: Shape, _, op: str, *options: Any, out_shape: Any = None
-) -> int:
-    """Operations of the backward to q, k, v."""
-    return _sizes((q, k, v), op, options, 11).backward()
-
-
-@register_flop_formula(torch.ops.hla_kernels.two_sided_qkvpacked_backward)
-def two_sided_qkvpacked_backward_flops(
-    grad: Shape, saved: Shape, qkv: Shape, _, op: str, *options: Any, out_shape: Any = None
-) -> int:
-    """Operations of the backward to qkv."""
-    return _sizes((qkv,), op, options, 11).backward()
+_two_sided("two_sided", 3)
+_two_sided("two_sided_qkvpacked", 1)
 
 
 def _products(run: Callable[..., Any], *inputs: Any) -> int:

@@ -1,7 +1,9 @@
 """Two-sided forms, o = q M with one D x Dv matrix per head, as torch.library custom operators.
 
 `hla_kernels::two_sided` takes (q, k, v). `hla_kernels::two_sided_qkvpacked` takes qkv [B, N, 3, H, D], and its backward
-writes one packed gradient. Both return (o, saved).
+writes one packed gradient. Both return o = q M (see `hla`) [B, N, H, Dv] and a float32 buffer for the backward, which
+returns the gradients of the tokens and of the coefficients (empty if there are none or they are fixed). Arguments are
+checked by `op.run`.
 
     save      return in `saved` what the backward would otherwise recompute (empty if that is cheap)
     impl      "torch" (`evaluate`, explicit backward in `gradient`) or "triton" (`fused`), chosen in `op`
@@ -14,11 +16,12 @@ writes one packed gradient. Both return (o, saved).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import custom_op
+from ..dispatch.operator import token_operators
 from ..dispatch.recording import repeated
 from ..features import feature
 from ..options import Options, compute_dtype
@@ -27,6 +30,12 @@ from . import fused
 from .gradient import gradient
 from .layout import live_heads, to_heads, to_tokens
 from .moments import mixture_weights, moments, operator_matrix, read_out, token_sums
+
+SCHEMA = (  # of arguments behind the tokens
+    "Tensor? coefficients, str op, str? feature_map, bool normalize, str? center, bool mean_path, float ridge, "
+    'float? scale, float eps, float q_scale=1.0, str impl="torch", bool fixed=False, bool save=False, '
+    "Tensor? mask=None, Tensor? cu_seqlens=None, SymInt max_seqlen=0"
+)
 
 
 def evaluate(
@@ -172,119 +181,36 @@ def _no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-@custom_op("two_sided")
-def two_sided(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
-    center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, save: bool = False, mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return o = q M (see `hla`) [B, N, H, Dv] and a float32 buffer for the backward (empty without `save`); arguments
-    are checked by `op.run`. q [B, N, H, D], k, v [B, N, Hk, .]."""
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
-    return _forward((q, k, v), coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
+def _spec(arguments: tuple) -> tuple[fused.Spec, str, tuple]:
+    """Return (spec, impl, the others) from the arguments of an operator behind the coefficients."""
+    options, (impl, fixed), others = arguments[:9], arguments[9:11], arguments[11:]
+    return fused.Spec._make((*options, fixed)), impl, others
 
 
-@two_sided.register_fake
-def _(q, k, v, coefficients, *options):
-    return q.new_empty((*q.shape[:3], v.shape[3])), _fake_saved(q, k, v, *options)
+def _run(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    spec, impl, (save, *seqs) = _spec(arguments)
+    return _forward(tokens, coefficients, spec, impl, save, Sequences(*seqs))
 
 
-@custom_op("two_sided_backward")
-def two_sided_backward(
-    grad: Tensor, saved: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, op: str,
-    feature_map: str | None, normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None,
-    eps: float, q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv, dcoefficients) of `two_sided`; the last is empty if there are none or they are fixed."""
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
-    seqs = Sequences(mask, cu_seqlens, max_seqlen)
-    dq, dk, dv, dc = _gradient(grad, saved, (q, k, v), coefficients, spec, impl, seqs)
-    return dq, dk, dv, dc
+def _outputs(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    spec, impl, (save, *seqs) = _spec(arguments)
+    q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
+    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, k, v, spec, impl, save, Sequences(*seqs))
 
 
-@two_sided_backward.register_fake
-def _(grad, saved, q, k, v, coefficients, *options):
-    outs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return (*outs, _fake_coefficients(q, coefficients, *options))
+def _run_backward(
+    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    spec, impl, seqs = _spec(arguments)
+    return _gradient(grad, saved, tokens, coefficients, spec, impl, Sequences(*seqs))
 
 
-@custom_op("two_sided_qkvpacked")
-def two_sided_qkvpacked(
-    qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None, normalize: bool,
-    center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, save: bool = False, mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run `two_sided` on qkv [B, N, 3, H, D] -> [B, N, H, D] and the buffer."""
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
-    return _forward((qkv,), coefficients, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
+def _coefficients_grad(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> Tensor:
+    if coefficients is None or _spec(arguments)[0].fixed:
+        return tokens[0].new_empty((0,))
+    return coefficients.new_empty(coefficients.shape)
 
 
-@two_sided_qkvpacked.register_fake
-def _(qkv, coefficients, *options):
-    return qkv.new_empty((*qkv.shape[:2], *qkv.shape[3:])), _fake_saved(*qkv.unbind(2), *options)
-
-
-@custom_op("two_sided_qkvpacked_backward")
-def two_sided_qkvpacked_backward(
-    grad: Tensor, saved: Tensor, qkv: Tensor, coefficients: Tensor | None, op: str, feature_map: str | None,
-    normalize: bool, center: str | None, mean_path: bool, ridge: float, scale: float | None, eps: float,
-    q_scale: float = 1.0, impl: str = "torch", fixed: bool = False, mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, max_seqlen: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (dqkv [B, N, 3, H, D] in one buffer, dcoefficients) of `two_sided_qkvpacked`."""
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
-    seqs = Sequences(mask, cu_seqlens, max_seqlen)
-    out, dc = _gradient(grad, saved, (qkv,), coefficients, spec, impl, seqs)
-    return out, dc
-
-
-@two_sided_qkvpacked_backward.register_fake
-def _(grad, saved, qkv, coefficients, *options):
-    out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    return out, _fake_coefficients(qkv, coefficients, *options)
-
-
-def _fake_coefficients(
-    x, coefficients, op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale=1.0, impl="torch",
-    fixed=False, *sequences,
-):  # fmt: skip
-    return x.new_empty((0,)) if coefficients is None or fixed else coefficients.new_empty(coefficients.shape)
-
-
-def _fake_saved(
-    q, k, v, op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale=1.0, impl="torch", fixed=False,
-    save=False, mask=None, cu_seqlens=None, max_seqlen=0,
-):  # fmt: skip
-    spec = fused.Spec(op, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, fixed)
-    return _saved(q, k, v, spec, impl, save, Sequences(mask, cu_seqlens, max_seqlen))
-
-
-def _save(n_tensors: int):
-    """Return a setup_context that saves the inputs and `saved`, which has no gradient."""
-
-    def setup_context(ctx, inputs, output):
-        *options, _, mask, cu_seqlens, ctx.max_seqlen = inputs[n_tensors:]
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros of the size of `saved`
-        ctx.save_for_backward(*inputs[:n_tensors], output[1], mask, cu_seqlens)
-        ctx.options = options
-
-    return setup_context
-
-
-def _backward(ctx, grad, _):
-    if grad is None:  # no gradient of the output, hence none of the inputs
-        return (None,) * len(ctx.needs_input_grad)
-    *tokens, coefficients, saved, mask, cu_seqlens = ctx.saved_tensors
-    backward = two_sided_backward if len(tokens) == 3 else two_sided_qkvpacked_backward
-    sequences = (mask, cu_seqlens, ctx.max_seqlen)
-    *grads, d_coefficients = backward(grad, saved, *tokens, coefficients, *ctx.options, *sequences)
-    wanted = coefficients is not None and not ctx.options[-1]
-    return (*grads, d_coefficients if wanted else None, *[None] * (len(ctx.options) + 4))
-
-
-two_sided.register_autograd(_backward, setup_context=_save(4))
-two_sided_qkvpacked.register_autograd(_backward, setup_context=_save(2))
+RULES = (SCHEMA, _run, _outputs, _run_backward, _coefficients_grad)
+two_sided, two_sided_backward = token_operators("two_sided", 3, *RULES)
+two_sided_qkvpacked, two_sided_qkvpacked_backward = token_operators("two_sided_qkvpacked", 1, *RULES)
