@@ -64,7 +64,7 @@ from .softmax.multipoles import FORMS, PREPARE, MultipoleCall
 from .softmax.multipoles import why_not as why_not_multipole
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
-from .softmax.taylor.operator import taylor2_op, taylor2_packed_op
+from .softmax.taylor.operator import OPERATORS as TAYLOR
 from .softmax.taylor.reference import definition as taylor_definition
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -355,9 +355,10 @@ def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "au
         if chosen == "reference":
             return taylor_definition(call)
         refuse_forward_mode("taylor2", *call[:6])
-        if len(tokens) == 3:
-            return taylor2_op(*call)
-        return taylor2_packed_op(tokens[0].to(call.q.dtype), call.coefficients, *call[6:])
+        given = [x for x in (*call[:3], call.q2, call.k2) if x is not None]
+        if len(tokens) == 1:
+            given = [tokens[0].to(call.q.dtype)]
+        return TAYLOR[len(given)][0](*given, call.coefficients, *call[6:])[0]
 
 
 def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str, op: str, **options: Any) -> Tensor:

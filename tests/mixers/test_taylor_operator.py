@@ -102,7 +102,7 @@ def test_both_orders_are_chosen_by_their_cost():
         with FlopCounterMode(display=False) as outside:
             hk.taylor2(q, k, v, c)
         with FlopCounterMode(display=False) as inside:
-            forms.evaluate(q, k, v, c, None, None, None, True, 1.0)
+            forms.evaluate((q, k, v), c, None, True, 1.0)
         assert outside.get_total_flops() == inside.get_total_flops()
         return outside.get_total_flops()
 
@@ -132,9 +132,9 @@ def test_packed():
 def test_citizen(r):
     """opcheck, compile with changing N, autocast, meta tensors."""
     q, k, v, c, narrow = setting(r=r, dtype=torch.float32)
-    x = [t.requires_grad_() for t in (q, k, v, c, *(narrow or (None, None))) if t is not None]
-    flat = x if narrow else [*x, None, None]
-    torch.library.opcheck(torch.ops.hla_kernels.taylor2, (*flat, None, True, 0.5))
+    x = [t.requires_grad_() for t in (q, k, v, *(narrow or ()), c)]
+    operator = torch.ops.hla_kernels.taylor2_narrow if narrow else torch.ops.hla_kernels.taylor2
+    torch.library.opcheck(operator, (*x, None, True, 0.5))
     compiled = torch.compile(
         lambda q, k, v, *n: hk.taylor2(q, k, v, c, narrow=n or None), fullgraph=True, dynamic=True, backend="aot_eager"
     )

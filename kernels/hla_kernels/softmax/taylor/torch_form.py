@@ -6,7 +6,7 @@ state) and one block of tokens, with at most `BLOCK` numbers or `SMALLEST` token
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,25 +47,23 @@ def multiplications(n: int, d: int, r: int, dv: int, state: bool) -> int:
 
 
 def evaluate(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None,
-    normalize: bool, q_scale: float,
-) -> Tensor:  # fmt: skip
-    """Return o [B, N, H, Dv] in the dtype of q; shapes as in `reference`."""
-    x = to_layout(q, k, v, q2, k2, mask, q_scale)
-    c1, c2 = pair(coefficients, k.shape[2], x.q.dtype)
+    tokens: Sequence[Tensor], coefficients: Tensor, mask: Tensor | None, normalize: bool, q_scale: float
+) -> Tensor:
+    """Return o [B, N, H, Dv] in the dtype of q from q, k, v (q2, k2); shapes as in `reference`."""
+    x = to_layout(tokens, mask, q_scale)
+    c1, c2 = pair(coefficients, tokens[1].shape[2], x.q.dtype)
     moment = summed(x) if through_state(x) else None
     parts = []
     for i, j in blocks(x):
         block = x.q[..., i:j, :], rows(x.q2, i, j), c1, c2
         parts.append(read_tokens(*block, x, normalize) if moment is None else read_state(*block, moment, normalize))
     o = live_heads(torch.cat(parts, -2) + x.mean, mask)
-    return to_tokens(o, q.dtype)
+    return to_tokens(o, tokens[0].dtype)
 
 
-def to_layout(
-    q: Tensor, k: Tensor, v: Tensor, q2: Tensor | None, k2: Tensor | None, mask: Tensor | None, q_scale: float
-) -> Heads:
-    """Convert tokens [B, N, H, D] to `Heads`; padded tokens are zero."""
+def to_layout(tokens: Sequence[Tensor], mask: Tensor | None, q_scale: float) -> Heads:
+    """Convert tokens q, k, v (q2, k2) [B, N, H, D] to `Heads`; padded tokens are zero."""
+    q, k, v, *narrow = tokens
     dtype, n_key_heads = compute_dtype(q.dtype), k.shape[2]
     n = q.shape[1] if mask is None else counts(mask, dtype)
 
@@ -78,9 +76,8 @@ def to_layout(
         return live_heads(rows - mean, mask), mean
 
     values, mean = centred(v)
-    narrow_q = None if q2 is None else heads(q2) * q_scale
-    narrow_k = None if k2 is None else centred(k2)[0]
-    return Heads(heads(q) * q_scale, centred(k)[0], values, narrow_q, narrow_k, mean, n)
+    q2, k2 = (heads(narrow[0]) * q_scale, centred(narrow[1])[0]) if narrow else (None, None)
+    return Heads(heads(q) * q_scale, centred(k)[0], values, q2, k2, mean, n)
 
 
 def pair(c: Tensor, n_key_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -129,11 +126,16 @@ def with_ones(v: Tensor) -> Tensor:
     return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
 
+def moment_of(k: Tensor, v: Tensor, k2: Tensor | None) -> Tensor:
+    """Return Sum_j F(k_j) [nu_j, 1] of a block of tokens."""
+    return features(k, k2).mT @ with_ones(v)
+
+
 def summed(x: Heads) -> Tensor:
     """Return mean_j F(k_j) [nu_j, 1], [B, Hk, 1, W, Dv + 1]. Padded keys are zero, and so are their features."""
     total = None
     for i, j in blocks(x):
-        part = features(x.k[..., i:j, :], rows(x.k2, i, j)).mT @ with_ones(x.v[..., i:j, :])
+        part = moment_of(x.k[..., i:j, :], x.v[..., i:j, :], rows(x.k2, i, j))
         total = part if total is None else total + part
     assert total is not None
     return total / x.n
