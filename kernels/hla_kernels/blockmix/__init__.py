@@ -14,7 +14,7 @@ With the default scale and uniform mixing, m_ib = 1 / M, a mixed moment is 1 / N
 the sizes of the blocks: the result equals two-sided `linear_attention`, `ahla` or `hla2`. Any row of m that sums to one
 keeps the scale of a mean.
 
-Reading order: layout (which token lies in which block), reference (the definition), torch_form, causal, gradient,
+Reading order: layout (which token lies in which block), reference (the definition), torch_form, causal,
 fused (the Triton form), operator (custom operators), streaming (causal blocks with a state). First order is MHLA:
 o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b), where the denominator uses the row of the query's block; the released
 code divides by something else (tests/ops/test_errata.py). The higher orders are specific to this package.

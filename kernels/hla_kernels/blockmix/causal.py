@@ -1,4 +1,4 @@
-"""Causal block mixing, forward and backward.
+"""Causal block mixing.
 
 Tokens attend to earlier blocks through moments, and to tokens of their own block through scores.
 
@@ -26,11 +26,6 @@ Moments = tuple[Tensor, ...]
 def mix(moments: Tensor, m: Tensor) -> Tensor:
     """Return Sum_b m_ib moments_b: [B, Hk, 1 or G, M, F, E], [1 or Hk, 1 or G, C, M] -> [B, Hk, 1 or G, C, F, E]."""
     return (m @ moments.flatten(-2)).unflatten(-1, moments.shape[-2:])
-
-
-def mix_grad(d_mixed: Tensor, moments: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the moments and of m [B, Hk, G, M, M] from the gradient of the mixed moments."""
-    return mix(d_mixed, m.mT), d_mixed.flatten(-2) @ moments.flatten(-2).mT
 
 
 def own(m: Tensor) -> Tensor:
@@ -68,7 +63,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, m: Tensor, order: str, before: Moments
         after = a + k.mT @ k, b + q.mT @ v, pair + reached.mT @ v
         mixed = mix(after[0], low)
         operator, y = mixed @ b, (q @ (q @ mixed + mu * reached).mT).tril() @ v
-    earlier, _ = pairs(low, *after, order)
+    earlier = pairs(low, *after, order)
     return q @ (earlier + mu * (operator + mu * pair)) + mu * y, after
 
 
@@ -97,100 +92,19 @@ def one(
         b, here_b = add(before[1], q.mT @ v)
         pair, here = add(before[2], (q @ here_a).mT @ v)
         operator = mix(a, low).squeeze(-3) @ here_b
-    earlier, _ = pairs(low, a, b, pair, order)
+    earlier = pairs(low, a, b, pair, order)
     return q @ (earlier.squeeze(-3) + mu * (operator + mu * here)), (a, b, pair)
 
 
-def pairs(low: Tensor, a: Tensor, b: Tensor, pair: Tensor, order: str) -> tuple[Tensor, list[Tensor]]:
-    """Return Sum_a m_ca (R_a T_ca + m_ca E_a) or Sum_a m_ca (T_ca C_a + m_ca E_a) for the rows `low` [.., C, M] of m,
-    and T_ca [.., C, F, E] for each a."""
+def pairs(low: Tensor, a: Tensor, b: Tensor, pair: Tensor, order: str) -> Tensor:
+    """Return Sum_a m_ca (R_a T_ca + m_ca E_a) or Sum_a m_ca (T_ca C_a + m_ca E_a) for the rows `low` [.., C, M] of
+    m."""
     summed, other = (b, a) if order == "ahla" else (a, b)
-    operator, kept = mix(pair, low * low), []
+    operator = mix(pair, low * low)
     heads = torch.broadcast_shapes(low.shape[:-2], summed.shape[:-3])
     total = summed.new_zeros((*heads, low.shape[-2], *summed.shape[-2:]))
     for i in range(low.shape[-1]):
-        kept.append(total)
         w, x = low[..., i, None, None], other[..., i, None, :, :]
         operator = operator + w * (x @ total if order == "ahla" else total @ x)
         total = total + w * summed[..., i, None, :, :]
-    return operator, kept
-
-
-def pairs_grad(
-    d: Tensor, low: Tensor, a: Tensor, b: Tensor, pair: Tensor, kept: list[Tensor], order: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of low [B, Hk, G, M, M], a, b and pair (for all query heads) from the gradient d of the
-    sums of `pairs`."""
-    summed, other = (b, a) if order == "ahla" else (a, b)
-    d_pair, d_square = mix_grad(d, pair, low * low)
-    d_total, columns, d_other, d_summed = torch.zeros_like(kept[0] * d[..., :1, :1]), [], [], []
-    for i in reversed(range(low.shape[-1])):
-        w, x, total = low[..., i, None, None], other[..., i, None, :, :], kept[i]
-        product = x @ total if order == "ahla" else total @ x
-        columns.append((d * product).sum((-2, -1)) + (d_total * summed[..., i, None, :, :]).sum((-2, -1)))
-        d_summed.append((w * d_total).sum(-3))
-        d_other.append((w * (d @ total.mT if order == "ahla" else total.mT @ d)).sum(-3))
-        d_total = d_total + w * (x.mT @ d if order == "ahla" else d @ x.mT)
-    d_low = torch.stack(columns[::-1], -1) + 2 * low * d_square
-    ds, do = torch.stack(d_summed[::-1], -3), torch.stack(d_other[::-1], -3)
-    return (d_low, do, ds, d_pair) if order == "ahla" else (d_low, ds, do, d_pair)
-
-
-def gradient(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor, order: str) -> tuple[Tensor, ...]:
-    """Return (dq, dk, dv, dm) of `step` without preceding tokens."""
-    return {"la": _la_grad, "ahla": _ahla_grad, "hla2": _hla2_grad}[order](dy, q, k, v, m)
-
-
-def _la_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> tuple[Tensor, ...]:
-    inside, low, mu, moment = (q @ k.mT).tril(), m.tril(-1), own(m), k.mT @ v
-    d, d_low = mix_grad(q.mT @ dy, moment, low)
-    d_inside = mu * (dy @ v.mT).tril()
-    dq, dk = dy @ mix(moment, low).mT + d_inside @ k, v @ d.mT + d_inside.mT @ q
-    dv = k @ d + mu * (inside.mT @ dy)
-    return dq, dk, dv, _rows(d_low, (dy * (inside @ v)).sum((-2, -1)))
-
-
-def _ahla_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> tuple[Tensor, ...]:
-    inside, low, mu = (q @ k.mT).tril(), m.tril(-1), own(m)
-    reached = inside @ v
-    a, b, pair = k.mT @ q, k.mT @ v, k.mT @ reached
-    mixed = mix(b, low)
-    seen = q @ mixed + mu * reached
-    operator, kept = pairs(low, a, b, pair, "ahla")
-    d_low, da, db, d_pair = pairs_grad(q.mT @ dy, low, a, b, pair, kept, "ahla")
-    d_seen = mu * (inside.mT @ dy)
-    d_own = (dy * (inside @ seen)).sum((-2, -1)) + (d_seen * reached).sum((-2, -1))
-    d_mixed, d_low_mixed = mix_grad(q.mT @ d_seen, b, low)
-    db = db + d_mixed
-    d_reached = mu * d_seen + k @ d_pair
-    d_inside = (mu * (dy @ seen.mT) + d_reached @ v.mT).tril()
-    dq = dy @ operator.mT + d_seen @ mixed.mT + k @ da + d_inside @ k
-    dk = reached @ d_pair.mT + q @ da.mT + v @ db.mT + d_inside.mT @ q
-    return dq, dk, inside.mT @ d_reached + k @ db, _rows(d_low + d_low_mixed, d_own)
-
-
-def _hla2_grad(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> tuple[Tensor, ...]:
-    inside, low, mu = (q @ k.mT).tril(), m.tril(-1), own(m)
-    reached = inside @ k
-    a, b, pair = k.mT @ k, q.mT @ v, reached.mT @ v
-    mixed = mix(a, low)
-    seen = q @ mixed + mu * reached
-    scores = (q @ seen.mT).tril()
-    operator, kept = pairs(low, a, b, pair, "hla2")
-    d_low, da, db, d_pair = pairs_grad(q.mT @ dy, low, a, b, pair, kept, "hla2")
-    d_scores = mu * (dy @ v.mT).tril()
-    d_seen = d_scores.mT @ q
-    d_own = (dy * (scores @ v)).sum((-2, -1)) + (d_seen * reached).sum((-2, -1))
-    d_mixed, d_low_mixed = mix_grad(q.mT @ d_seen, a, low)
-    da = da + d_mixed
-    d_reached = mu * d_seen + v @ d_pair.mT
-    d_inside = (d_reached @ k.mT).tril()
-    dq = dy @ operator.mT + d_scores @ seen + d_seen @ mixed.mT + v @ db.mT + d_inside @ k
-    dk = inside.mT @ d_reached + k @ (da + da.mT) + d_inside.mT @ q
-    dv = mu * (scores.mT @ dy) + reached @ d_pair + q @ db
-    return dq, dk, dv, _rows(d_low + d_low_mixed, d_own)
-
-
-def _rows(d_low: Tensor, d_own: Tensor) -> Tensor:
-    """Return dm from the gradients of the weights of earlier blocks and of the diagonal [.., M]."""
-    return d_low.tril(-1) + torch.diag_embed(d_own)
+    return operator

@@ -1,7 +1,7 @@
 """Floating-point operations of block mixing, for torch.utils.flop_counter.FlopCounterMode.
 
 Only matrix products are counted, as one multiplication and one addition per term: moments, their mixing, products of
-mixed moments, read-out; in the causal form also scores and values inside a block. The backward includes recomputation.
+mixed moments, read-out; in the causal form also scores and values inside a block.
 The read-out of the denominator and rotations are not counted; narrow blocks count with their number of tokens.
 """
 
@@ -21,14 +21,12 @@ Shape = tuple[int, ...]
 # moments of each order, in the order of the product: (contains queries, has width Dv)
 MOMENTS = {"la": ((False, True),), "ahla": ((True, False), (False, True)), "hla2": ((False, False), (True, True))}
 
-
-# causal higher orders: number of products of each size, forward and backward
-# (n tokens, w tokens per block, m blocks, f features, e = Dv)
+# causal higher orders: number of products of each size (n tokens, w tokens per block, m blocks, f features, e = Dv),
+# and of those whose moments are zero and have no gradient
 CAUSAL = {
-    "ahla": ({"nwf": 1, "nwe": 2, "nff": 1, "nfe": 5, "mmfe": 2, "mffe": 1, "mmffe": 1},
-             {"nwf": 3, "nwe": 6, "nff": 3, "nfe": 11, "mmfe": 6, "mmffe": 4}),
+    "ahla": ({"nwf": 1, "nwe": 2, "nff": 1, "nfe": 5, "mmfe": 2, "mffe": 1, "mmffe": 1}, {"nfe": 1, "mffe": 2}),
     "hla2": ({"nwf": 3, "nwe": 1, "nff": 3, "nfe": 3, "mmff": 1, "mmfe": 1, "mffe": 1, "mmffe": 1},
-             {"nwf": 9, "nwe": 3, "nff": 5, "nfe": 8, "mmff": 3, "mmfe": 3, "mmffe": 4}),
+             {"nff": 1, "mffe": 2}),
 }  # fmt: skip
 
 
@@ -37,8 +35,8 @@ def _causal(q: Shape, v: Shape, options: tuple, backward: bool) -> int:
     order, grid, blocks, prefix, feature_map = options[:5]
     layout = Layout(tuple(grid), tuple(blocks), prefix)
     size = {"n": q[1], "w": layout.widest, "m": layout.n_blocks, "f": feature_width(q[3], feature_map), "e": v[3]}
-    counts = CAUSAL[order][backward]
-    return 2 * q[0] * q[2] * sum(n * math.prod(size[x] for x in name) for name, n in counts.items())
+    all_of, fixed = (sum(n * math.prod(size[x] for x in name) for name, n in x.items()) for x in CAUSAL[order])
+    return 2 * q[0] * q[2] * (3 * all_of - fixed if backward else all_of)
 
 
 def _parts(q: Shape, k: Shape, v: Shape, mixing: Shape, options: tuple) -> dict[str, int]:
@@ -59,38 +57,25 @@ def _parts(q: Shape, k: Shape, v: Shape, mixing: Shape, options: tuple) -> dict[
     return parts
 
 
-@register_flop_formula(torch.ops.hla_kernels.mhla)
-def mhla_flops(q: Shape, k: Shape, v: Shape, mixing: Shape, *options: Any, out_shape: Any = None) -> int:
-    """Operations of the forward."""
-    if options[9] and options[3] != "la":
-        return _causal(q, v, options[3:], False)
-    return sum(_parts(q, k, v, mixing, options[3:]).values())
+def _register(name: str, packed: bool) -> None:
+    """Register the formulas of the operators of q, k, v or of one packed qkv [B, N, 3, H, D]. The backward is the
+    forward again, and two products for each of its products."""
+
+    def counted(args: tuple, backward: bool) -> int:
+        q, k, v = ((*args[0][:2], *args[0][3:]),) * 3 if packed else args[:3]
+        mixing, _, _, _, *options = args[1 if packed else 3 :]
+        if options[6] and options[0] != "la":
+            return _causal(q, v, tuple(options), backward)
+        return (3 if backward else 1) * sum(_parts(q, k, v, mixing, tuple(options)).values())
+
+    @register_flop_formula(getattr(torch.ops.hla_kernels, name))
+    def forward(*args: Any, out_shape: Any = None) -> int:
+        return counted(args, False)
+
+    @register_flop_formula(getattr(torch.ops.hla_kernels, f"{name}_backward"))
+    def backward(grad: Shape, saved: Shape, *args: Any, out_shape: Any = None) -> int:
+        return counted(args, True)
 
 
-@register_flop_formula(torch.ops.hla_kernels.mhla_backward)
-def mhla_backward_flops(
-    grad: Shape, saved: Shape, q: Shape, k: Shape, v: Shape, mixing: Shape, *options: Any, out_shape: Any = None
-) -> int:
-    """Operations of the backward: the recomputed forward without read-out, and two products for each product of the
-    forward, but one for the symmetric k k'."""
-    if options[9] and options[3] != "la":
-        return _causal(q, v, options[3:], True)
-    parts, order = _parts(q, k, v, mixing, options[3:]), options[3]
-    symmetric = 2 * k[0] * k[1] * k[2] * feature_width(k[3], options[7]) ** 2 if order == "hla2" else 0
-    return 3 * sum(parts.values()) - parts["read"] - symmetric
-
-
-@register_flop_formula(torch.ops.hla_kernels.mhla_qkvpacked)
-def packed_flops(qkv: Shape, mixing: Shape, *options: Any, out_shape: Any = None) -> int:
-    """Operations of the forward for qkv [B, N, 3, H, D]."""
-    x = (*qkv[:2], *qkv[3:])
-    return mhla_flops(x, x, x, mixing, *options)
-
-
-@register_flop_formula(torch.ops.hla_kernels.mhla_qkvpacked_backward)
-def packed_backward_flops(
-    grad: Shape, saved: Shape, qkv: Shape, mixing: Shape, *options: Any, out_shape: Any = None
-) -> int:
-    """Operations of the backward for qkv [B, N, 3, H, D]."""
-    x = (*qkv[:2], *qkv[3:])
-    return mhla_backward_flops(grad, saved, x, x, x, mixing, *options)
+_register("mhla", False)
+_register("mhla_qkvpacked", True)

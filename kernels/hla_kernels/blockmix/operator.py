@@ -4,8 +4,8 @@
 packed gradient. Arguments are checked by `call.prepare`.
 
 They return (o, saved). With `save`, `saved` holds what the backward would otherwise recompute; it is empty in the torch
-form, which recomputes blocks and moments from the inputs. `impl`, chosen in `op`, is "torch" (`torch_form`, backward in
-`gradient`) or "triton" (`fused`).
+form, which recomputes blocks and moments from the inputs. `impl`, chosen in `op`, is "torch" (`torch_form`) or
+"triton" (`fused`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from torch import Tensor
 from ..dispatch.operator import token_operators
 from ..dispatch.recording import repeated
 from . import fused
-from .gradient import gradient
 from .layout import Layout
 from .options import BlockOptions
-from .torch_form import evaluate
+from .torch_form import evaluate, gradient
 
 SCHEMA = (  # of arguments behind the tokens
     "Tensor mixing, Tensor? mask, Tensor? cos, Tensor? sin, str order, SymInt[] grid, SymInt[] blocks, SymInt prefix, "

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dispatch.operator import transforms
 from ..features import feature
 from ..hla.layout import live_heads, to_heads, to_tokens
 from ..options import compute_dtype
@@ -60,6 +61,20 @@ def evaluate(
     p = prepare_heads(q, k, v, mixing, options, mask, rotary)
     y, total = numerator(p, mask, options)
     return to_tokens(live_heads(y if total is None else y / total, mask), q.dtype)
+
+
+def gradient(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, options: BlockOptions, mask: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return (dq, dk, dv, dmixing) of `evaluate`, which is computed again."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return evaluate(q, k, v, m, options, mask, rotary)
+
+    with transforms():
+        grads = torch.func.vjp(forward, q, k, v, mixing)[1](grad)
+    return tuple(x.contiguous() for x in grads)
 
 
 def numerator(
@@ -138,12 +153,13 @@ class Blocks:
         self.tokens, self.places = tokens[: self.count].clamp(max=self.n), places[: self.n]
 
     def cut(self, x: Tensor) -> Tensor:
-        """Sort x [.., N, F] into blocks [.., M, W, F], with zeros in unused slots."""
-        return F.pad(x, (0, 0, 0, 1))[..., self.tokens, :]
+        """Sort x [.., N, F] into blocks [.., M, W, F], with zeros in unused slots. Every token has one slot, so nothing
+        depends on the order of the sums in the backward of index_select."""
+        return F.pad(x, (0, 0, 0, 1)).index_select(-2, self.tokens.flatten()).unflatten(-2, self.tokens.shape)
 
     def join(self, y: Tensor) -> Tensor:
         """Convert blocks y [.., M, W, F] back to tokens [.., N, F]."""
-        return y.flatten(-3, -2)[..., self.places, :]
+        return y.flatten(-3, -2).index_select(-2, self.places)
 
     def mixing(self, m: Tensor) -> Tensor:
         """Return the rows and columns of m for these blocks."""

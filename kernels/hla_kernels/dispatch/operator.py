@@ -6,7 +6,8 @@ small layer. These operators register the same functions with the dispatcher dir
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,6 +108,18 @@ def token_operators(
 
     own.register_autograd(gradients, setup_context=setup_context)
     return own, back
+
+
+@contextmanager
+def transforms() -> Iterator[None]:
+    """Enable torch.func inside an operator that a TorchDispatchMode has intercepted (FlopCounterMode, selective
+    checkpointing): the mode excludes the dispatch keys of torch.func, without which vjp fails."""
+    c, keys = torch._C, torch._C.DispatchKey
+    excluded = c._dispatch_tls_local_exclude_set()
+    for key in (keys.FuncTorchDynamicLayerBackMode, keys.FuncTorchGradWrapper, keys.FuncTorchDynamicLayerFrontMode):
+        excluded = excluded.remove(key)
+    with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 def _implementation(function: Callable) -> Callable:

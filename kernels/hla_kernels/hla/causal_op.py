@@ -7,13 +7,10 @@ graph serves every N.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import custom_op
+from ..dispatch.operator import custom_op, transforms
 from ..options import Options
 from .causal import causal
 
@@ -44,18 +41,6 @@ causal_op = custom_op("causal")(evaluate)
 @causal_op.register_fake
 def _(q, k, v, gamma, *options):
     return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-@contextmanager
-def transforms() -> Iterator[None]:
-    """Enable torch.func inside an operator that a TorchDispatchMode has intercepted (FlopCounterMode, selective
-    checkpointing): the mode excludes the dispatch keys of torch.func, without which vjp fails."""
-    c, keys = torch._C, torch._C.DispatchKey
-    excluded = c._dispatch_tls_local_exclude_set()
-    for key in (keys.FuncTorchDynamicLayerBackMode, keys.FuncTorchGradWrapper, keys.FuncTorchDynamicLayerFrontMode):
-        excluded = excluded.remove(key)
-    with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded):
-        yield
 
 
 def gradient(

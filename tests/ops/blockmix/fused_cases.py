@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from hla_kernels.blockmix import fused
-from hla_kernels.blockmix.gradient import gradient
 from hla_kernels.blockmix.layout import Layout
 from hla_kernels.blockmix.options import BlockOptions
-from hla_kernels.blockmix.torch_form import evaluate
+from hla_kernels.blockmix.torch_form import evaluate, gradient
 from tests.ops.fused.cases import poison
 
 NAMES = ("o", "dq", "dk", "dv", "dmixing")

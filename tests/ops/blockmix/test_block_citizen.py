@@ -7,9 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import hla_kernels as hk
-from hla_kernels.blockmix.gradient import gradient
 from hla_kernels.blockmix.operator import flat
-from hla_kernels.blockmix.torch_form import evaluate
+from hla_kernels.blockmix.torch_form import evaluate, gradient
 from hla_kernels.op import prepare_blocks
 from tests.ops.blockmix.block_cases import LAYOUTS, ORDERS, angles, inputs, mask_of
 from tests.ops.cases import assert_same, l2_error

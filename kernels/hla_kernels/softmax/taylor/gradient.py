@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...hla.causal_op import transforms
+from ...dispatch.operator import transforms
 from ...hla.layout import live_heads, to_heads, to_tokens
 from .torch_form import blocks, moment_of, pair, read_state, read_tokens, rows, summed, through_state, to_layout
 
