@@ -47,7 +47,8 @@ PAGES = {  # name -> title and table of the page with all rows
     "experiments-h100": ("Small models", report.models),
     "experiments-power-in-torch-h100": ("Small models, power map in torch", report.models),
     "video-h200": ("Large models", report.video),
-    "arena-h100": ("Small tasks", arena.report.text),
+    "arena": ("Small tasks", arena.report.text),
+    "arena-speed": ("Small tasks, speed", tables.plain),
     "wan-finetuning": ("Training steps of Wan2.1-1.3B", tables.finetuning),
 }
 SUMMARIES = {  # tables of other pages, if not those of PAGES

@@ -1,6 +1,7 @@
 """The arena: tasks against loops, the flow against a dense solver, and a race in seconds."""
 
 import itertools
+import json
 
 import benchmark
 import numpy as np
@@ -9,9 +10,10 @@ import torch
 
 from arena import flow
 from arena.model import Network
-from arena.race import loss_of
-from arena.report import text
-from arena.tasks import IGNORED, SYMBOLS, TASKS, WORDS, modulus_of
+from arena.race import ARMS, configured, constant_score, loss_of
+from arena.report import FIRST, GROUPS, text
+from arena.tasks import IGNORED, KEYS, TASKS, WORDS, modulus_of, recall_lessons
+from zoo.mixers import MIXERS
 
 
 def drawn(name: str, size: int, batch: int = 8):
@@ -38,8 +40,19 @@ def test_shapes_and_symbols(name):
 
 def test_recall_asks_for_the_values_of_keys():
     for row, wanted in zip(*(t.tolist() for t in drawn("recall", 10)), strict=True):
-        values = {row[i]: row[i + 1] - SYMBOLS for i in range(0, 20, 2)}
+        values = {row[i]: row[i + 1] - KEYS for i in range(0, 20, 2)}
         assert wanted == [IGNORED] * 20 + [values[key] for key in row[20:]]
+
+
+def test_lessons_repeat_pairs():
+    inputs, targets = recall_lessons(200, 10, torch.Generator().manual_seed(0))
+    counts = []
+    for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+        pairs = {(row[i], row[i + 1] - KEYS) for i in range(0, 20, 2)}
+        counts.append(len(pairs))
+        assert len({key for key, _ in pairs}) == len(pairs)
+        assert all((key, value) in pairs for key, value in zip(row[20:], wanted[20:], strict=True))
+    assert min(counts) == 2 and 50 < counts.count(10) < 120
 
 
 def test_facts_are_the_same_in_all_examples():
@@ -62,8 +75,8 @@ def test_copy_asks_for_the_symbols_in_order():
 
 def test_composition():
     for row, wanted in zip(*(t.tolist() for t in drawn("compose", 9)), strict=True):
-        f, g, x = row[:9], row[9:18], row[18]
-        assert wanted == [IGNORED] * 18 + [g[f[x]]]
+        f, g = row[:9], row[9:18]
+        assert wanted == [IGNORED] * 18 + [g[f[x]] for x in row[18:]]
 
 
 def test_match_by_a_loop():
@@ -144,15 +157,60 @@ def test_compression_reads_the_last_token_only():
     assert torch.equal(network(inputs)[0], network(inputs)[1])  # without blocks nothing reaches the last token
 
 
+CAUSAL = ["softmax", "la", "ahla", "hla2", "hla3", "mhla", "hdla", "gdn", "deltanet", "gla", "mamba2", "retnet"]
+
+
+@pytest.mark.parametrize("words", CAUSAL)
+def test_causal_networks_read_no_later_token(words):
+    config = configured(words, True)
+    task = TASKS["recall"]
+    network = Network(task, 4, config.name, config.plain_options(), 16, 2, 2, causal=True)
+    inputs, _ = drawn("recall", 4, 2)
+    changed = inputs.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % task.inputs(4)
+    outs = [network(x).detach() for x in (inputs, changed)]
+    torch.testing.assert_close(outs[0][:, :7], outs[1][:, :7])
+    assert (outs[0][:, 7:] - outs[1][:, 7:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("words", ["strassen", "flare", "mesa"])
+def test_two_sided_mixers_have_no_causal_form(words):
+    with pytest.raises(ValueError, match="causal"):
+        configured(words, True)
+
+
+def test_delta_rules_scan_in_both_directions_without_own_convolutions():
+    two_sided, causal = (configured("gdn", form).options for form in (False, True))
+    assert (two_sided.scan, two_sided.depthwise, causal.scan, causal.depthwise) == ("both", "", "raster", "")
+
+
+def test_the_constant_answer():
+    targets = torch.tensor([[0, 1, 1, IGNORED]])
+    assert constant_score(TASKS["recall"], 1, (targets, targets)) == 66.67
+    numbers = torch.tensor([[1.0, 4], [3, 0]])  # means (2, 2) of the cells, and 2 of all
+    by_hand = round((5**0.5 / 17**0.5 + 5**0.5 / 3) / 2, 5)
+    assert constant_score(TASKS["darcy"], 1, (numbers, numbers)) == by_hand
+    numbers = torch.tensor([[1.0, 3], [1, 3]])  # means (1, 3) of the cells, and 2 of all
+    assert constant_score(TASKS["darcy"], 1, (numbers, numbers)) == 0
+    assert constant_score(TASKS["charges"], 2, (numbers, numbers)) == round(0.2**0.5, 5)
+
+
 def race(folder, *words: str):
     fixed = ["device=cpu", "dim=32", "heads=2", "test=256", f"json={folder}/a.json", f"picture={folder}/a.png"]
     return benchmark.main(["arena", *fixed, *words])
 
 
+def test_softmax_learns_recall(tmp_path):
+    """Without the short convolution it stays at 17 %, half of them by guessing among the values of the example."""
+    words = ["size=4", "layers=1", "dim=64", "steps=300", "batch_size=64", "lrs=[0.01]", "seeds=[0]", "causal=True"]
+    found = race(tmp_path, "tasks=[recall]", "mixers=[softmax]", *words)
+    assert found["rows"][0]["score"] > 95
+
+
 def test_a_race_learns_and_resumes(tmp_path):
-    small = ["tasks=[memorise]", "size=4", "layers=1", "steps=300", "batch_size=32", "lr=0.01", "seeds=[0]"]
+    small = ["tasks=[memorise]", "size=4", "layers=1", "steps=150", "batch_size=32", "lrs=[0.01]", "seeds=[0]"]
     first = race(tmp_path, "mixers=[la]", *small)
-    assert first["rows"][0]["score"] > 15  # by chance: 100 / 64
+    assert first["rows"][0]["score"] > 10 > 5 * first["rows"][0]["constant"]
     both = race(tmp_path, "mixers=[la,strassen post_norm=True]", *small)
     assert both["rows"][0] == first["rows"][0] and len(both["rows"]) == 2
     assert (tmp_path / "a.png").stat().st_size > 1000
@@ -175,10 +233,57 @@ def test_a_failure_is_recorded(tmp_path):
     assert "at most 256" in found["failed"][0]["reason"]
 
 
+def test_files_are_joined(tmp_path):
+    for name, words in {"b": ["mixers=[softmax,la]"], "c": ["mixers=[la]", "causal=True"]}.items():
+        race(tmp_path, "tasks=[recall]", "size=2", "steps=1", "seeds=[0]", f"json={tmp_path}/{name}.json", *words)
+    files = [f"{tmp_path}/{name}.json" for name in "cb"]
+    joined = race(tmp_path, f"merge=[{','.join(files)}]")
+    names = [(row["mixer"], row["causal"]) for row in joined["rows"]]
+    assert names == [("la", True), ("softmax", False), ("la", False)]
+    assert json.loads((tmp_path / "a.json").read_text()) == joined
+    other = json.loads((tmp_path / "b.json").read_text()) | {"hardware": "another"}
+    (tmp_path / "b.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="hardware differ"):
+        race(tmp_path, f"merge=[{','.join(files)}]")
+    with pytest.raises(ValueError, match="merge needs"):
+        race(tmp_path, "merge=[missing.json]")
+
+
+def scored(mixer: str, lr: float, scores: list[float], measure: str = "accuracy"):
+    shared = {"task": "recall", "size": 4, "layers": 2, "causal": False, "measure": measure, "constant": 1.0}
+    costs = {"parameters": 200 if mixer == "gdn" else 100, "tokens_per_second": 10}
+    return [shared | costs | {"mixer": mixer, "lr": lr, "seed": i, "score": s} for i, s in enumerate(scores)]
+
+
+def test_gains_over_first_order():
+    """At the best learning rate; 20 - 10 with deviations of 1 and 2 among 2 seeds each."""
+    rows = scored("la", 0.1, [5.0, 6.0]) + scored("la", 0.2, [10 - 0.5**0.5, 10 + 0.5**0.5])
+    rows += scored("gdn", 0.1, [20 - 2**0.5, 20 + 2**0.5]) + scored("ahla", 0.1, [10.0, 11.0])
+    line = text({"rows": rows}).splitlines()[-1]
+    assert line == (
+        "| recall 4 (2 layers) | 10.0 +- 1.0 (2) | ahla +0.5 +- 0.9, parameters x 1.00 | - | "
+        "gdn **+10.0** +- 1.6, parameters x 2.00 |"
+    )
+
+
+def test_errors_are_better_if_smaller():
+    rows = [row for m, x in (("la", 0.2), ("hla2", 0.3), ("ahla", 0.1)) for row in scored(m, 0.1, [x, x], "error")]
+    assert "ahla **-0.1000** +- 0.0000" in text({"rows": rows})
+
+
+def test_groups_name_mixers():
+    assert {FIRST, *itertools.chain(*GROUPS.values()), *(words.split()[0] for words in ARMS)} <= {*MIXERS}
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
-    [("tasks=[recal]", "Did you mean 'recall'"), ("mixers=[stras]", "unknown mixer"), ("steps=0", "steps must")],
+    [
+        (["tasks=[recal]"], "Did you mean 'recall'"),
+        (["mixers=[stras]"], "unknown mixer"),
+        (["steps=-1"], "steps must"),
+        (["tasks=[darcy]", "causal=True"], "no causal form"),
+    ],
 )
 def test_bad_words(tmp_path, words, sentence):
     with pytest.raises(ValueError, match=sentence):
-        race(tmp_path, words)
+        race(tmp_path, *words)

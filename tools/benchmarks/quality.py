@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rows import arm
+from benchmarks.rows import arm, common_command
 from zoo import config
 from zoo.data import share_data
 from zoo.io import result_file, write_json
@@ -191,7 +191,7 @@ def merge_results(files: list[Path]) -> dict[str, Any]:
             run = json.dumps({k: v for k, v in row.items() if k not in ("value", "wall_s")}, sort_keys=True)
             if rows.setdefault(run, row)["value"] != row["value"]:
                 raise ValueError(f"{file} and a file before it give different results for the run {run}")
-    command = _common_command([result["command"] for result in results])
+    command = common_command([result["command"] for result in results])
     date = max(result["date"] for result in results)
     return {**first, "command": command, "date": date, "rows": list(rows.values())}
 
@@ -209,16 +209,3 @@ def _read_result(file: Path) -> dict[str, Any]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "value" in row for row in rows) or not rows:
         raise ValueError(f"{file} is not a quality table: it needs {', '.join(keys)}, and rows with a value")
     return result
-
-
-def _common_command(commands: list[str]) -> str:
-    """Merge commands that differ in argument values into one with alternatives: seeds=[0]|[1]."""
-    split = [shlex.split(command) for command in dict.fromkeys(commands)]
-    keys = {tuple(word.partition("=")[0] for word in words) for words in split}
-    if len(keys) > 1:
-        return "; ".join(dict.fromkeys(commands))
-    words = []
-    for column in zip(*split, strict=True):
-        key, equals, _ = column[0].partition("=")
-        words.append(key + equals + "|".join(dict.fromkeys(word.partition("=")[2] for word in column)))
-    return shlex.join(words)

@@ -24,6 +24,19 @@ def command_of(words: list[str]) -> str:
     return " ".join(["python tools/benchmark.py", *kept])
 
 
+def common_command(commands: list[str]) -> str:
+    """Merge commands that differ in argument values into one with alternatives: seeds=[0]|[1]."""
+    split = [shlex.split(command) for command in dict.fromkeys(commands)]
+    keys = {tuple(word.partition("=")[0] for word in words) for words in split}
+    if len(keys) > 1:
+        return "; ".join(dict.fromkeys(commands))
+    words = []
+    for column in zip(*split, strict=True):
+        key, equals, _ = column[0].partition("=")
+        words.append(key + equals + "|".join(dict.fromkeys(word.partition("=")[2] for word in column)))
+    return shlex.join(words)
+
+
 def arm(words: str) -> tuple[str, dict[str, Any]]:
     """Parse a mixer and its options, such as "mhla every:3 depthwise=v"; "every:3" is short for "keep_softmax=every:3".
 
