@@ -210,7 +210,7 @@ def test_softmax_learns_recall(tmp_path):
 def test_a_race_learns_and_resumes(tmp_path):
     small = ["tasks=[memorise]", "size=4", "layers=1", "steps=150", "batch_size=32", "lrs=[0.01]", "seeds=[0]"]
     first = race(tmp_path, "mixers=[la]", *small)
-    assert first["rows"][0]["score"] > 10 > 5 * first["rows"][0]["constant"]
+    assert first["rows"][0]["score"] > 50 > first["rows"][0]["constant"]
     both = race(tmp_path, "mixers=[la,strassen post_norm=True]", *small)
     assert both["rows"][0] == first["rows"][0] and len(both["rows"]) == 2
     assert (tmp_path / "a.png").stat().st_size > 1000
@@ -241,6 +241,8 @@ def test_files_are_joined(tmp_path):
     names = [(row["mixer"], row["causal"]) for row in joined["rows"]]
     assert names == [("la", True), ("softmax", False), ("la", False)]
     assert json.loads((tmp_path / "a.json").read_text()) == joined
+    shared = "python tools/benchmark.py arena device=cpu dim=32 heads=2 test=256 'tasks=[recall]' size=2 steps=1"
+    assert joined["command"].count(shared) == 2
     other = json.loads((tmp_path / "b.json").read_text()) | {"hardware": "another"}
     (tmp_path / "b.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="hardware differ"):

@@ -179,7 +179,14 @@ def numbers(
 
 TASKS = {
     "recall": Task(
-        recall, 32, lambda n: 2 * KEYS, lambda n: KEYS, row(lambda n: 3 * n), convolution=True, lessons=recall_lessons
+        recall,
+        32,
+        lambda n: 2 * KEYS,
+        lambda n: KEYS,
+        row(lambda n: 3 * n),
+        convolution=True,
+        lessons=recall_lessons,
+        steps=1000,
     ),
     "memorise": Task(
         memorise, 32, lambda n: KEYS + 1, lambda n: KEYS, row(lambda n: 2 * n), convolution=True, steps=800

@@ -26,15 +26,18 @@ def command_of(words: list[str]) -> str:
 
 def common_command(commands: list[str]) -> str:
     """Merge commands that differ in argument values into one with alternatives: seeds=[0]|[1]."""
-    split = [shlex.split(command) for command in dict.fromkeys(commands)]
-    keys = {tuple(word.partition("=")[0] for word in words) for words in split}
-    if len(keys) > 1:
-        return "; ".join(dict.fromkeys(commands))
-    words = []
-    for column in zip(*split, strict=True):
-        key, equals, _ = column[0].partition("=")
-        words.append(key + equals + "|".join(dict.fromkeys(word.partition("=")[2] for word in column)))
-    return shlex.join(words)
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for command in dict.fromkeys(commands):
+        words = shlex.split(command)
+        alike.setdefault(tuple(word.partition("=")[0] for word in words), []).append(words)
+    merged = []
+    for same in alike.values():
+        words = []
+        for column in zip(*same, strict=True):
+            key, equals, _ = column[0].partition("=")
+            words.append(key + equals + "|".join(dict.fromkeys(word.partition("=")[2] for word in column)))
+        merged.append(shlex.join(words))
+    return "; ".join(merged)
 
 
 def arm(words: str) -> tuple[str, dict[str, Any]]:
