@@ -135,6 +135,32 @@ def test_flow_of_a_constant_coefficient_is_the_series():
     assert np.abs(u - series).max() < 1e-3 * series.max()
 
 
+def test_burgers_by_small_steps():
+    """Runge-Kutta steps of -(u^2 / 2)_x + nu u_xx with spectral derivatives, in numpy."""
+    n, steps = 128, 4000
+    u = flow.velocities(2, n, torch.Generator().manual_seed(0))
+    wanted, k = u.numpy().copy(), 2j * np.pi * np.fft.rfftfreq(n, 1 / n)
+
+    def slope(u):
+        return np.fft.irfft(-k * np.fft.rfft(u**2 / 2) + flow.VISCOSITY * k**2 * np.fft.rfft(u), n)
+
+    for _ in range(steps):
+        a = slope(wanted)
+        b = slope(wanted + a / (2 * steps))
+        c = slope(wanted + b / (2 * steps))
+        wanted = wanted + (a + 2 * b + 2 * c + slope(wanted + c / steps)) / (6 * steps)
+    np.testing.assert_allclose(flow.later(u, 1.0).numpy(), wanted, atol=1e-3 * np.abs(wanted).max())
+    assert np.abs(wanted - u.numpy()).max() > 0.1
+
+
+def test_initial_velocities_have_their_covariance():
+    u = flow.velocities(4000, 64, torch.Generator().manual_seed(0))
+    k = 2 * np.pi * np.arange(1, 33)
+    weight = np.where(k == k[-1], 1, 2)
+    variance = (weight * 625 / (k**2 + 25) ** 2).sum()
+    assert abs(u.mean(1)).max() < 1e-12 and abs(float(u.var()) / variance - 1) < 0.05
+
+
 def test_points_are_cells_of_the_flow():
     inputs, targets = drawn("darcy_points", 8, 3)
     cells, u = drawn("darcy", 8, 3)

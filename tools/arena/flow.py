@@ -1,4 +1,7 @@
-"""Darcy flow -div(a grad u) = 1 on the unit square, u = 0 on its border: coefficients and solutions."""
+"""Flows with exact or converged solutions.
+
+Darcy: -div(a grad u) = 1 on the unit square, u = 0 on its border. Burgers: u_t + u u_x = nu u_xx on a circle.
+"""
 
 import math
 
@@ -7,6 +10,7 @@ from torch import Tensor
 
 VALUES = (3.0, 12.0)  # of the coefficient a
 SCALE = 100.0  # on u, whose largest values are near 0.01
+VISCOSITY = 0.01
 ITERATIONS = 30  # of the solver; the preconditioned matrix has condition 4, an iteration divides the error by 3
 
 
@@ -83,3 +87,35 @@ def darcy_points(batch: int, size: int, g: torch.Generator) -> tuple[Tensor, Ten
     inputs, targets = darcy(batch, size, g)
     chosen = torch.rand(targets.shape, generator=g, device=targets.device).argsort(1)[:, : size**2 // 4]
     return inputs.gather(1, chosen[..., None].expand(-1, -1, 3)), targets.gather(1, chosen)
+
+
+def velocities(batch: int, n: int, g: torch.Generator) -> Tensor:
+    """Random u [B, n] on a circle of length 1, with mean 0 and covariance 625 (-d^2 + 25)^-2.
+
+    The initial values of the data of arXiv 2010.08895 (Fourier neural operator), A.3.1, which keeps the mean.
+    """
+    k = 2 * math.pi * torch.arange(n // 2 + 1, device=g.device, dtype=torch.float64)
+    noise = torch.randn(batch, n, generator=g, device=g.device, dtype=torch.float64)
+    deviation = 25 / (k**2 + 25)
+    deviation[0] = 0
+    return torch.fft.irfft(torch.fft.rfft(noise) * deviation, n) * n**0.5
+
+
+def later(u: Tensor, time: float) -> Tensor:
+    """Solve Burgers' equation for initial values u [B, n] of mean 0, by the Cole-Hopf transform u = -2 nu (log phi)_x.
+
+    phi satisfies the heat equation, which multiplies its Fourier coefficients.
+    """
+    n = u.shape[-1]
+    k = 2 * math.pi * torch.arange(n // 2 + 1, device=u.device, dtype=u.dtype)
+    integral = torch.fft.irfft(torch.fft.rfft(u) / (1j * k.clamp(min=1)), n)  # its constant cancels
+    phi = torch.fft.rfft((-integral / (2 * VISCOSITY)).exp()) * (-VISCOSITY * time * k**2).exp()
+    return -2 * VISCOSITY * torch.fft.irfft(1j * k * phi, n) / torch.fft.irfft(phi, n)
+
+
+def burgers(batch: int, size: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Burgers' equation at `size` points of the circle; inputs cos, sin and the initial value, target the one at 1."""
+    u = velocities(batch, size, g)
+    angle = 2 * math.pi * torch.arange(size, device=u.device, dtype=u.dtype) / size
+    inputs = torch.stack([angle.cos().expand_as(u), angle.sin().expand_as(u), u], -1)
+    return inputs.float(), later(u, 1.0).float()

@@ -40,7 +40,7 @@ UNTIMED = 20  # first steps, in which kernels are compiled
 class ArenaSettings:
     """Tasks, mixers and training; rows are merged into the file.
 
-    tasks: recall, memorise, compress, copy, compose, match, carry, charges, darcy, darcy_points
+    tasks: recall, memorise, compress, copy, compose, match, carry, charges, burgers, darcy, darcy_points
     mixers: mixers with options, such as "la feature_map=elu1"; those that need a grid skip sets of points
     seeds: seeds of weights and training examples
     lrs: peak learning rates; the table takes the best one of each mixer and task

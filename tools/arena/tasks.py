@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arena.flow import darcy, darcy_points
+from arena.flow import burgers, darcy, darcy_points
 
 Draw = Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]
 IGNORED = -100  # target of tokens that are not scored
@@ -195,10 +195,11 @@ TASKS = {
         compress, 16, lambda n: WORDS + 1, lambda n: WORDS, row(lambda n: n + 1), one_token=True, convolution=True
     ),
     "copy": Task(copy, 16, lambda n: WORDS + 2, lambda n: WORDS, row(lambda n: 5 * n), convolution=True, steps=1200),
-    "compose": Task(compose, 12, lambda n: n, lambda n: n, row(lambda n: 3 * n), layers=1),
+    "compose": Task(compose, 8, lambda n: n, lambda n: n, row(lambda n: 3 * n), layers=1, steps=2000),
     "match": Task(match, 10, modulus_of, lambda n: 2, row(lambda n: n), layers=1, causal=False),
     "carry": Task(carry, 24, lambda n: 100, lambda n: 10, row(lambda n: n), steps=1200),
     "charges": numbers(charges, 256, lambda n: None, 2, 128, 0),
+    "burgers": numbers(burgers, 256, lambda n: (n, 1), 4, 32, 1024),
     "darcy": numbers(darcy, 64, lambda n: (n, n), 4, 8, 1024),
     "darcy_points": numbers(darcy_points, 64, lambda n: None, 4, 8, 1024),
 }
