@@ -284,14 +284,14 @@ def scored(mixer: str, lr: float, scores: list[float], measure: str = "accuracy"
 
 
 def test_gains_over_first_order():
-    """At the best learning rate; 20 - 10 with deviations of 1 and 2 among 2 seeds each."""
+    """At the best learning rate that all seeds have; 20 - 10 with deviations of 1 and 2 among 2 seeds each."""
     rows = scored("la", 0.1, [5.0, 6.0]) + scored("la", 0.2, [10 - 0.5**0.5, 10 + 0.5**0.5])
     rows += scored("gdn", 0.1, [20 - 2**0.5, 20 + 2**0.5]) + scored("ahla", 0.1, [10.0, 11.0])
-    line = text({"rows": rows}).splitlines()[-1]
-    assert line == (
+    lines = text({"rows": rows + scored("ahla", 0.2, [99.0])}).splitlines()
+    assert (
         "| recall 4 (2 layers) | 10.0 +- 1.0 (2) | ahla +0.5 +- 0.9, parameters x 1.00 | - | "
         "gdn **+10.0** +- 1.6, parameters x 2.00 |"
-    )
+    ) in lines
 
 
 def test_errors_are_better_if_smaller():

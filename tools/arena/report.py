@@ -17,6 +17,10 @@ GROUPS = {
     "delta rule": ("deltanet", "gdn", "hdla"),
 }
 CLEAR = 2  # standard errors
+SCORES = """Percent right, or relative L2 error (less is better): mean +- deviation over seeds (number of seeds), at the
+best learning rate that was run. Speeds are comparable only if the processes did not share a GPU."""
+GAINS = """Best mixer of each group minus `la` (first order, feature map `power`), +- standard error; bold: above two
+standard errors. The best mixer is chosen by the same scores, which favours groups with more mixers."""
 
 
 def by_cell(result: dict[str, Any]) -> tuple[list[str], list[str], Scores]:
@@ -24,7 +28,7 @@ def by_cell(result: dict[str, Any]) -> tuple[list[str], list[str], Scores]:
     found: dict[tuple[str, str], dict[float, Rows]] = {}
     for row in result["rows"]:
         found.setdefault((row["mixer"], title(row)), {}).setdefault(row["lr"], []).append(row)
-    cells = {key: max(rates.values(), key=quality) for key, rates in found.items()}
+    cells = {key: max(rates.values(), key=lambda r: (len(r), quality(r))) for key, rates in found.items()}
     mixers, tasks = (list(dict.fromkeys(key[i] for key in cells)) for i in range(2))
     return tasks, mixers, cells
 
@@ -45,13 +49,15 @@ def is_accuracy(found: Rows) -> bool:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Return Markdown: scores, and what higher orders, blocks and delta rules gain over first order."""
+    """Return Markdown: scores, and the gains of higher orders, blocks and delta rules over first order."""
     tasks, mixers, cells = by_cell(result)
     constant = {task: row["constant"] for (_, task), found in cells.items() for row in found}
     lines = [[m, *(cell(cells.get((m, t), [])) for t in tasks), *costs(m, cells)] for m in mixers]
     lines.append(["constant answer", *(f"{constant[t]:.4g}" for t in tasks), "-", "-"])
-    parts = ["\n".join(markdown_table(["mixer", *tasks, "parameters", "tokens/s"], lines)), gains(tasks, cells)]
-    return "\n\n".join(filter(None, parts))
+    parts = ["\n".join(markdown_table(["mixer", *tasks, "parameters", "tokens/s"], lines)), SCORES]
+    if differences := gains(tasks, cells):
+        parts += [differences, GAINS]
+    return "\n\n".join(parts)
 
 
 def cell(found: Rows) -> str:
