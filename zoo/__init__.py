@@ -15,7 +15,7 @@ from torch import nn
 
 from zoo.mixers import MIXERS
 from zoo.models.convert import convert, revert
-from zoo.models.timm import converted, deit, vision_transformer
+from zoo.models.timm import converted, deit, vision_transformer, vlt
 from zoo.models.timm.layer import Attention
 from zoo.models.timm.model_files import holds_weights, load_model, save_model
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["MIXERS", "Attention", "__version__", "convert", "load", "revert", "save"]
-__all__ += ["converted", "deit", "vision_transformer"]  # modules that register names with timm
+__all__ += ["converted", "deit", "vision_transformer", "vlt"]  # modules that register names with timm
 
 
 def save(model: Any, folder: str | Path) -> None:

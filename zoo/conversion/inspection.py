@@ -83,4 +83,5 @@ def _sizes(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, tupl
             forward(model.eval(), inputs)
     finally:
         model.train(training)
-    return {name: (call.output.shape[0], call.output.shape[1]) for name, call in calls.items()}
+    shapes = {name: call.output.shape for name, call in calls.items()}  # [B, N, C], or [B, C, H, W] in FastViT
+    return {name: (shape[0], shape[1] if len(shape) == 3 else shape[2:].numel()) for name, shape in shapes.items()}

@@ -66,6 +66,9 @@ class Backbone(Protocol):
     def skipped_layers(self, model: nn.Module) -> dict[str, str]:
         """Return the attention layers that are never converted, with the reasons."""
 
+    def note(self, model: nn.Module) -> str:
+        """Return a phrase for the report about parts without attention, which are not converted; "" if none."""
+
     def install(self, model: nn.Module, swaps: list[Swap], conversion: Conversion) -> None:
         """Give `model` its converted class, install the mixers, and append `conversion` to its `hla_config`."""
 

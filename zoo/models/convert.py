@@ -43,10 +43,14 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a conversion, one row per layer; `print(report)` shows a table, `to_dict()` is JSON."""
+    """Report of a conversion, one row per layer; `print(report)` shows a table, `to_dict()` is JSON.
+
+    note: what was skipped because it has no attention, "" if nothing.
+    """
 
     model: str
     rows: tuple[LayerReport, ...]
+    note: str = ""
 
     @property
     def swapped(self) -> list[LayerReport]:
@@ -62,7 +66,7 @@ class Report:
         return sum(row.added for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"model": self.model, "rows": [asdict(row) for row in self.rows]}
+        return {"model": self.model, "rows": [asdict(row) for row in self.rows], "note": self.note}
 
     def __str__(self) -> str:
         header = ("layer", "old", "new", "inherited", "added", "blocks", "skipped because")
@@ -76,7 +80,8 @@ class Report:
             for row in cells
         ]
         total = f"{len(self.swapped)} of {len(self.rows)} attention layers swapped, {self.added:,} new parameters"
-        return "\n".join([f"{self.model}: {total}", *lines])
+        note = f"; {self.note}" if self.note else ""
+        return "\n".join([f"{self.model}: {total}{note}", *lines])
 
 
 def convert(
@@ -89,9 +94,9 @@ def convert(
 ) -> Report:
     """Replace the self-attention of `model` by `mixer`, in place; print and return the report.
 
-    model: a timm VisionTransformer (also distilled), Eva or NaFlexVit, or a subclass that keeps the token layout; a
-        diffusers transformer (`zoo.models.diffusers`) or a pipeline with such transformers. It may be pretrained or
-        already converted.
+    model: a timm VisionTransformer (also distilled), Eva, NaFlexVit, MetaFormer or FastVit, or a subclass that keeps
+        the token layout; a diffusers transformer (`zoo.models.diffusers`) or a pipeline with such transformers. It may
+        be pretrained or already converted.
     layers: block indices, a pattern of module names ("blocks.[0-5].attn"), or a mapping pattern -> mixer, which
         overrides `mixer`; the first matching pattern is used. None: all layers.
     keep_softmax: layers that are not converted: block indices, a pattern of module names, or "every:3" for blocks 0, 3,
@@ -141,7 +146,7 @@ def swap(
         rows += [replace(row, layer=prefix + row.layer) for row in reports]
     if "" not in models:
         backbone.update_saved_config(model)
-    return Report(backbone.name(model), tuple(rows))
+    return Report(backbone.name(model), tuple(rows), "; ".join(filter(None, map(backbone.note, models.values()))))
 
 
 def revert(model: "nn.Module | DiffusionPipeline") -> None:

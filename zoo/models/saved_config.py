@@ -12,7 +12,7 @@ from timm.models import is_model
 from torch import nn
 
 from zoo.models import CONVERTED, Conversion, hla_name
-from zoo.models.timm.attention import Site, attention_layers, block_index
+from zoo.models.timm.attention import Site, attention_layers, block_indices
 
 ZOO_KWARGS = ("mixer_options", "keep_softmax", "base", "conversions")  # create_model arguments of ours
 
@@ -71,8 +71,9 @@ def _kept_blocks(layers: list[str], swapped: dict[str, str] | None) -> list[int]
     """
     if swapped is None:
         return []
-    kept = {block_index(name) for name in layers if name not in swapped}
-    return None if kept & {block_index(name) for name in swapped} else sorted(kept)
+    index = block_indices(layers)
+    kept = {index[name] for name in layers if name not in swapped}
+    return None if kept & {index[name] for name in swapped} else sorted(kept)
 
 
 def recorded_arguments(model: "HLAModel", given: dict[str, Any]) -> dict[str, Any]:

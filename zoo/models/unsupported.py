@@ -6,6 +6,7 @@ from torch import nn
 
 from zoo.mixers import MIXERS
 
+LATE = "it pools queries between stages, and the tokens of its global stages are not in raster order"
 WINDOWED = "its attention is limited to windows of at most a few hundred tokens, for which linear cost gains nothing"
 POOLED = "its attention pools keys or queries, so queries and keys are not the same tokens"
 ALREADY_LINEAR = "its attention is already linear in the number of tokens"
@@ -14,7 +15,8 @@ SPECIAL = "its attention has another form (talking heads, outlook, gated positio
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(["swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr", "davit", "gcvit"], WINDOWED),
-    **dict.fromkeys(["maxxvit", "nest", "hiera", "hieradet_sam2", "efficientvit_msra", "tiny_vit"], WINDOWED),
+    **dict.fromkeys(["maxxvit", "nest", "hieradet_sam2", "efficientvit_msra", "tiny_vit"], WINDOWED),
+    **dict.fromkeys(["hiera"], LATE),
     **dict.fromkeys(["mvitv2", "pvt_v2", "twins", "nextvit"], POOLED),
     **dict.fromkeys(["xcit", "edgenext", "efficientvit_mit", "lowformer", "swiftformer"], ALREADY_LINEAR),
     **dict.fromkeys(["beit", "levit", "efficientformer", "efficientformer_v2"], BIASED),
@@ -23,8 +25,9 @@ REFUSED: dict[str, str] = {
 }
 WIDTHS = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1152: "so400m", 1280: "huge", 1536: "giant"}
 SUPPORTED = (
-    "VisionTransformer (vit_*, deit*, deit3_*, flexivit_*, hybrids, vitamin_*), Eva (eva02_*, dinov3, vit_*_rope_*) "
-    "and NaFlexVit (naflexvit_*) of timm, transformers of diffusers"
+    "VisionTransformer (vit_*, deit*, deit3_*, flexivit_*, hybrids, vitamin_*), Eva (eva02_*, dinov3, vit_*_rope_*), "
+    "NaFlexVit (naflexvit_*), MetaFormer (caformer_*) and FastVit (fastvit_sa*, fastvit_mci*) of timm, transformers of "
+    "diffusers"
 )
 
 

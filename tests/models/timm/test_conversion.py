@@ -273,7 +273,7 @@ REFUSED = {
     "swinv2_tiny_window8_256": "swin_transformer_v2'.*limited to windows",
     "davit_tiny": "davit'.*limited to windows",
     "maxvit_tiny_tf_224": "maxxvit'.*limited to windows",
-    "hiera_tiny_224": "hiera'.*limited to windows",
+    "hiera_tiny_224": "hiera'.*not in raster order",
     "mvitv2_tiny": "mvitv2'.*pools keys",
     "pvt_v2_b0": "pvt_v2'.*pools keys",
     "xcit_nano_12_p16_224": "xcit'.*already linear",

@@ -91,6 +91,9 @@ class DiffusersBackbone:
         reason = "cross-attention: its cost is linear in the image tokens already"
         return {name: reason for name, _ in model.named_modules() if _matches_pattern(pattern, name)}
 
+    def note(self, model: ModelMixin) -> str:
+        return ""
+
     def install(self, model: ModelMixin, swaps: list[Swap], conversion: Conversion) -> None:
         names = {id(attn): name for name, attn in self.layers(model).items()}
         if not isinstance(model, HLADiffusionModel):

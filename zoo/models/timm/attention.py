@@ -5,16 +5,16 @@ its class: all weights are kept, and the only new parameters are in `site.mixer`
 v with fewer heads under grouped-query attention); x is [B, N, C].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models import register_notrace_module
-from timm.models.eva import Eva, EvaAttention
-from timm.models.naflexvit import NaFlexVit
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.eva import EvaAttention
+from timm.models.fastvit import Attention as FastVitAttention
+from timm.models.metaformer import Attention as MetaFormerAttention
 from torch import Tensor, nn
 
 from zoo.grid import Grid
@@ -158,23 +158,39 @@ def _table(t: Tensor, n_prefix: int, value: int) -> Tensor:
     return torch.cat([t.new_full((n_prefix, *t.shape[1:]), value), t])
 
 
-def attention_layers(model: VisionTransformer | Eva | NaFlexVit) -> dict[str, nn.Module]:
+def blocks_of(model: Any) -> dict[str, Any]:
+    """Return the blocks of a timm model by name, in order: of all its stages, if it has stages."""
+    if not hasattr(model, "stages"):
+        return {f"blocks.{i}": block for i, block in model.blocks.named_children()}
+    stages = ((f"stages.{i}.blocks", stage.blocks) for i, stage in model.stages.named_children())
+    return {f"{place}.{i}": block for place, blocks in stages for i, block in blocks.named_children()}
+
+
+def attention_layers(model: Any) -> dict[str, nn.Module]:
     """Return the attention modules of a model's blocks that are or can be converted, by name, in order."""
-    modules = ((f"blocks.{name}", module) for name, module in model.blocks.named_modules())
-    return {name: m for name, m in modules if type(m) in SITES or isinstance(m, Site)}
+    inside = ((f"{place}.{n}", m) for place, block in blocks_of(model).items() for n, m in block.named_modules())
+    return {name: m for name, m in inside if type(m) in SITES or isinstance(m, Site)}
 
 
-def block_index(layer: str) -> int:
-    """Return the block index of an attention layer: 3 for "blocks.3.attn"."""
-    return int(layer.split(".")[1])
+def block_indices(layers: Iterable[str]) -> dict[str, int]:
+    """Return the block index of each attention layer of a model: 3 for "blocks.3.attn".
+
+    In models with stages, blocks with attention are numbered consecutively over all stages.
+    """
+    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
+    for name in layers:
+        first, second, *_ = parts = name.split(".")
+        found[name] = int(second) if first == "blocks" else numbers.setdefault(".".join(parts[:4]), len(numbers))
+    return found
 
 
-def kv_heads(attn: Attention | AttentionRope | EvaAttention) -> int:
+def kv_heads(attn: Any) -> int:
     """Return the number of key/value heads, smaller than the number of query heads under grouped-query attention."""
     return getattr(attn, "num_kv_heads", attn.num_heads)
 
 
-def layer_spec(attn: Attention | AttentionRope | EvaAttention, grid: Grid | None, prefix: int) -> LayerSpec:
+def layer_spec(attn: Any, grid: Grid | None, prefix: int) -> LayerSpec:
     """Return the specification of a timm attention module, whose tokens are `prefix` tokens and then a grid."""
     first, weight = attn.qkv if attn.qkv is not None else attn.q_proj, attn.proj.weight
     return LayerSpec(
@@ -243,8 +259,40 @@ class EvaAttentionSite(RotarySite, EvaAttention):
         return qkv
 
 
+class PlainSite(Site):
+    """Site in attention without norms, masks and class tokens, as in the late stages of hierarchical models."""
+
+    def mixed(self, x: Tensor, grid: Grid | None) -> Tensor:
+        """Mix the tokens x [B, N, C] of a grid -> [B, N, C]."""
+        if self.mixer.cpe is not None:
+            x = self.mixer.with_cpe(x, Context(x=x, grid=grid))
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        o = self.mixer(*qkv.unbind(2), Context(x=x, grid=grid, qkv=qkv)).flatten(2)
+        return self.proj_drop(self.proj(o))
+
+
+@register_notrace_module
+class MetaFormerAttentionSite(PlainSite, MetaFormerAttention):
+    """Site in `timm.models.metaformer.Attention`: CAFormer, VLT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, C] -> [B, N, C]. The stage sets the grid."""
+        return self.mixed(x, self.grid)
+
+
+@register_notrace_module
+class FastVitAttentionSite(PlainSite, FastVitAttention):
+    """Site in `timm.models.fastvit.Attention`: FastViT, MobileCLIP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        return self.mixed(x.flatten(2).mT, (x.shape[2], x.shape[3])).mT.reshape(x.shape)
+
+
 SITES: dict[type[nn.Module], type[nn.Module]] = {
     Attention: AttentionSite,
     AttentionRope: AttentionRopeSite,
     EvaAttention: EvaAttentionSite,
+    MetaFormerAttention: MetaFormerAttentionSite,
+    FastVitAttention: FastVitAttentionSite,
 }

@@ -49,6 +49,6 @@ def _check_base(base: str | None) -> str:
         near = get_close_matches(str(base), list_models(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ", see timm.list_models()"
         raise ValueError(f"base={base!r} is not the name of a timm model{hint}")
-    if model_entrypoint(name).__module__.startswith("zoo."):
+    if name == CONVERTED or hasattr(model_entrypoint(name), "mixer"):
         raise ValueError(f"base={base!r} is already converted: give its timm base model")
     return base

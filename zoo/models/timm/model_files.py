@@ -33,6 +33,7 @@ FILE_KEYWORDS = {"checkpoint_path", "pretrained_cfg", "cache_dir"}  # keywords t
 OVERLAY = "pretrained_cfg_overlay"  # may change the input of a model, not the location of its weights
 OVERLAY_KEYS = {"input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode"}
 # errors of timm, torch and diffusers for invalid sizes and names
+ANY_SIZE = ("metaformer", "fastvit", "vlt")  # modules of models with stages
 UNBUILT = (
     TypeError,
     NameError,
@@ -82,7 +83,7 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
     if not timm.is_model(recipe.name):
         raise unknown_name("timm model", recipe.name, timm.list_models())
     _check_no_files(recipe.kwargs)
-    size = {} if recipe.img_size is None else {"img_size": recipe.img_size}
+    size = {} if recipe.img_size is None or _takes_any_size(recipe) else {"img_size": recipe.img_size}
     try:
         model = timm.create_model(
             recipe.name, pretrained=pretrained, num_classes=recipe.num_classes, **size, **recipe.kwargs
@@ -96,6 +97,12 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
         raise ValueError(f"timm cannot build {recipe.name} with {_keywords(recipe)}: {reason}") from error
     _check_patches(model, recipe)
     return model
+
+
+def _takes_any_size(recipe: Recipe) -> bool:
+    """Whether the model takes images of any size, and no keyword img_size."""
+    base = str(recipe.kwargs.get("base", recipe.name)).partition(".")[0]
+    return timm.is_model(base) and timm.model_entrypoint(base).__module__.rpartition(".")[2] in ANY_SIZE
 
 
 def _check_no_files(kwargs: dict[str, Any]) -> None:

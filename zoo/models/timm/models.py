@@ -21,6 +21,10 @@ from timm.layers import (
 from timm.models._manipulate import checkpoint
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
+from timm.models.fastvit import Attention as FastVitAttention
+from timm.models.fastvit import AttentionBlock, FastVit, RepMixerBlock
+from timm.models.metaformer import Attention as MetaFormerAttention
+from timm.models.metaformer import MetaFormer, MetaFormerBlock, MetaFormerStage
 from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
@@ -36,14 +40,18 @@ from zoo.models.timm.attention import (
     Host,
     Site,
     attention_layers,
-    block_index,
+    block_indices,
+    blocks_of,
     host_class,
     layer_spec,
 )
 from zoo.models.unsupported import check_is_module, refuse_block, refuse_dropout, refuse_family, refuse_rotary
 
-TimmModel: TypeAlias = VisionTransformer | Eva | NaFlexVit
-TimmAttention: TypeAlias = Attention | AttentionRope | EvaAttention
+TimmModel: TypeAlias = Any  # VisionTransformer, Eva, NaFlexVit, MetaFormer or FastVit
+TimmAttention: TypeAlias = Attention | AttentionRope | EvaAttention | MetaFormerAttention | FastVitAttention
+
+
+USUAL_SIZE = 224  # pixels for which blocks are chosen in models with stages, which do not store their input size
 
 
 def set_grid(module: nn.Module, grid: Grid | None) -> None:
@@ -101,8 +109,9 @@ class HLAModel(Host):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Checkpoint each block; `grad_checkpointing` stays False, since the host would recompute without the grid."""
         super().set_grad_checkpointing(enable)
-        self.grad_checkpointing = False
-        for block in self.blocks:
+        for part in (self, *getattr(self, "stages", ())):
+            part.grad_checkpointing = False
+        for block in blocks_of(self).values():
             block.checkpointing = enable
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
@@ -128,6 +137,24 @@ class GridModel(HLAModel):
             traced = isinstance(x, Proxy)  # torch.fx: a traced graph has no sizes
             set_grid(self.blocks, None if traced else (x.shape[1], x.shape[2]))  # x [B, H, W, C]
         return super()._pos_embed(x)
+
+
+class StageModel(HLAModel):
+    """Mixin of a hierarchical model, whose stages or attention layers set the grid in each forward pass."""
+
+    def sync_grid(self) -> None:
+        """Clear the grid: images of any size are taken."""
+        set_grid(self.stages, None)
+
+
+class HLAStage(Host):
+    """Mixin of a stage of MetaFormer, which sets the grid of its attention layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Proxy):
+            stride = 1 if isinstance(self.downsample, nn.Identity) else self.downsample.conv.stride[0]
+            set_grid(self.blocks, tuple(-(-n // stride) for n in x.shape[2:]))
+        return super().forward(x)
 
 
 class HLANaFlexVit(HLAModel, NaFlexVit):
@@ -185,8 +212,13 @@ CONVERTED_MODELS: dict[type, type] = {  # class of timm -> mixin or class of the
     VisionTransformerDistilled: GridModel,
     Eva: GridModel,  # EVA, EVA-02, DINOv3, Perception Encoder, RoPE ViTs
     NaFlexVit: HLANaFlexVit,
+    MetaFormer: StageModel,  # CAFormer, VLT
+    FastVit: StageModel,
 }
-CONVERTED_BLOCKS = (Block, ResPostBlock, ParallelThingsBlock, EvaBlock, EvaBlockPostNorm)
+CONVERTED_BLOCKS = (
+    *(Block, ResPostBlock, ParallelThingsBlock, EvaBlock, EvaBlockPostNorm),
+    *(MetaFormerBlock, AttentionBlock, RepMixerBlock),
+)
 
 
 # Methods that define the token layout and run the blocks
@@ -232,6 +264,10 @@ def _empty(mixin: type, kind: type) -> nn.Module:
     return cls.__new__(cls)
 
 
+def _is_attention(module: nn.Module) -> bool:
+    return type(module) in SITES or isinstance(module, Site)
+
+
 class TimmBackbone:
     """Interface of `zoo.convert` to timm models, see `zoo.models.Backbone`."""
 
@@ -241,12 +277,14 @@ class TimmBackbone:
         check_is_module(model)
         if not isinstance(model, HLAModel) and converted_class(type(model)) is None:
             refuse_family(model, tuple(CONVERTED_MODELS))
-        for name, block in model.blocks.named_children():
-            inside = any(type(m) in SITES or isinstance(m, Site) for m in block.modules())
+        for name, block in blocks_of(model).items():
+            inside = any(map(_is_attention, block.modules()))
             if not inside and type(block) not in CONVERTED_BLOCKS and not isinstance(block, HLABlock):
-                refuse_block(model, f"blocks.{name}", block)
+                refuse_block(model, name, block)
         if not attention_layers(model):
-            kinds = sorted({type(m).__name__ for n, m in model.blocks.named_modules() if n.endswith("attn")})
+            kinds = sorted({type(m).__name__ for n, m in model.named_modules() if n.endswith("attn")})
+            if not kinds:
+                raise ValueError(f"cannot convert this {type(model).__name__}: it has no attention")
             raise ValueError(f"cannot convert attention of type {', '.join(kinds)}: it is not softmax(q k') v")
         return {"": model}
 
@@ -258,7 +296,7 @@ class TimmBackbone:
         return attention_layers(model)
 
     def blocks(self, model: TimmModel) -> dict[str, int]:
-        return {name: block_index(name) for name in attention_layers(model)}
+        return block_indices(attention_layers(model))
 
     def current_mixer(self, model: TimmModel, attn: nn.Module) -> str:
         return getattr(attn, "mixer_name", "softmax")
@@ -267,7 +305,15 @@ class TimmBackbone:
         return 2
 
     def layer_spec(self, model: TimmModel, attn: TimmAttention) -> LayerSpec:
-        return layer_spec(attn, usual_grid(model), model.num_prefix_tokens)
+        if not hasattr(model, "stages"):
+            return layer_spec(attn, usual_grid(model), model.num_prefix_tokens)
+        stage = next(i for i, stage in enumerate(model.stages) if any(m is attn for m in stage.modules()))
+        return layer_spec(attn, (USUAL_SIZE // model.feature_info[stage]["reduction"],) * 2, 0)
+
+    def note(self, model: TimmModel) -> str:
+        parts = dict(getattr(model, "stages", nn.Sequential()).named_children())
+        plain = [name for name, stage in parts.items() if not any(map(_is_attention, stage.modules()))]
+        return f"skipped stages without attention: {', '.join(plain)}" if plain else ""
 
     def check_options(self, model: TimmModel, attn: TimmAttention, config: MixerConfig) -> None:
         name, options = config
@@ -299,29 +345,37 @@ class TimmBackbone:
                 attn.__class__ = SITES[type(attn)]
             assert isinstance(attn, Site)
             attn.install(mixer.train(attn.training))
-            attn.prefix = model.num_prefix_tokens
+            attn.prefix = getattr(model, "num_prefix_tokens", 0)
         model.sync_grid()
         model.hla_config.append(conversion)
 
     def _to_converted_class(self, model: TimmModel) -> None:
-        checkpointing = model.grad_checkpointing
+        stages = getattr(model, "stages", ())
+        checkpointing = any(getattr(m, "grad_checkpointing", False) for m in (model, *stages))
         model.hla_base = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
         model.__class__ = converted_class(type(model))
         model.hla_config = []
-        for block in model.blocks:
+        for block in blocks_of(model).values():
             kind: type = type(block)
             block.__class__ = derived(HLABlock, kind)
+        for stage in stages:
+            kind = type(stage)
+            if kind is MetaFormerStage:
+                stage.__class__ = derived(HLAStage, kind)
         model.set_grad_checkpointing(checkpointing)
 
     def revert(self, model: TimmModel) -> None:
         if not isinstance(model, HLAModel):
             raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
-        checkpointing = any(getattr(block, "checkpointing", False) for block in model.blocks)
+        blocks = blocks_of(model).values()
+        checkpointing = any(getattr(block, "checkpointing", False) for block in blocks)
         for site in [m for m in model.modules() if isinstance(m, Site)]:
             site.uninstall()
-        for block in model.blocks:
+        for block in blocks:
             block.__dict__.pop("checkpointing", None)
             block.__class__ = host_class(block, HLABlock)
+        for stage in getattr(model, "stages", ()):
+            stage.__class__ = host_class(stage, HLAStage)
         own = model.__dict__
         if "host_key_only" in own:
             model.use_key_only_attn_mask = own.pop("host_key_only")

@@ -6,9 +6,9 @@ sets the registered name. No hyper-parameters are copied, and `save_for_hf` stor
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from timm.models import (
@@ -24,7 +24,9 @@ from torch import nn
 from zoo.mixers import MIXERS
 from zoo.models import Conversion, hla_name
 from zoo.models.convert import apply_conversions
+from zoo.models.saved_config import record_architecture
 from zoo.models.stored_options import restored_options
+from zoo.models.timm.models import HLAModel
 
 REGISTERED_MIXERS = tuple(name for name in MIXERS if name != "softmax")
 SOURCES = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "tag", "license")
@@ -45,32 +47,39 @@ def _base_cfg(base: str) -> PretrainedCfg:
     return cfg
 
 
-def register_family(module: str, bases: Iterable[str]) -> None:
-    """Register the names of `bases` with every mixer in the module called `module`, which holds `default_cfgs`."""
+def register_family(module: str, bases: Iterable[str], usual: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Register the names of `bases` with every mixer in the module called `module`, which holds `default_cfgs`.
+
+    usual: default options of all mixers.
+    """
     for base in bases:
         for mixer in REGISTERED_MIXERS:
-            create = _entrypoint(base, mixer)
+            create = _entrypoint(base, mixer, usual)
             create.__module__ = module
             setattr(sys.modules[module], create.__name__, register_model(create))
 
 
-def _entrypoint(base: str, mixer: str) -> Callable[..., nn.Module]:
+def _entrypoint(base: str, mixer: str, usual: Mapping[str, Any]) -> Callable[..., nn.Module]:
     name = hla_name(base, mixer)
 
     def create(pretrained: bool = False, *, mixer_options=None, keep_softmax=None, **kwargs) -> nn.Module:
-        options = mixer_options or {}
+        options = {**usual, **(mixer_options or {})}
         if is_stored(kwargs):
             saved = (kwargs.get("pretrained_model_args") or {}).get("mixer_options")
             options = {**restored_options(mixer, saved), **options}
         conversion: Conversion = {"mixer": mixer, "keep_softmax": keep_softmax, "options": options}
-        return build_converted(base, name, [conversion], pretrained, kwargs)
+        model = build_converted(base, name, [conversion], pretrained, kwargs)
+        if isinstance(model, HLAModel):
+            record_architecture(model)  # the general name, if blocks differ between stages
+        return model
 
     create.__name__ = create.__qualname__ = name
     create.mixer, create.base = mixer, base  # type: ignore[attr-defined]
+    default = f", by default {dict(usual)}" if usual else ""
     create.__doc__ = f"""timm's `{base}` with the mixer `{mixer}` instead of softmax attention.
 
-    mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict. keep_softmax: blocks that keep softmax,
-    as in `zoo.convert`. All other keywords are passed to the base. Raises ValueError for an unknown option."""
+    mixer_options: options of the mixer (`zoo.mixers.MixerOptions`) as a dict{default}. keep_softmax: blocks that keep
+    softmax, as in `zoo.convert`. All other keywords are passed to the base. Raises ValueError for an unknown option."""
     return create
 
 

@@ -1,0 +1,149 @@
+"""Hierarchical models: CAFormer, FastViT and VLT, whose stages have attention over different grids."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.models.fastvit import FastVit
+from timm.models.metaformer import Attention, LayerNorm2dNoBias, LayerNormNoBias, MetaFormer, SepConv
+
+import zoo
+from tests.helpers.tiny_models import gradients, image, sites, stir
+from zoo.conversion.inspection import inspect
+from zoo.models.timm.registry import REGISTERED_MIXERS
+
+NARROW = {"depths": (1, 1, 2, 1), "dims": (16, 32, 64, 32), "num_classes": 5}
+FAST = {"layers": (1, 1, 1, 2), "embed_dims": (16, 32, 32, 64), "mlp_ratios": (2,) * 4, "num_classes": 5}
+MIXERS = ("la", "ahla", "mhla", "multipole", "flare", "simplex2", "linformer", "hdla")
+
+
+def caformer() -> MetaFormer:
+    """A narrow CAFormer: three attention layers in stages 2 and 3."""
+    torch.manual_seed(0)
+    mixers, norms = [SepConv] * 2 + [Attention] * 2, [LayerNorm2dNoBias] * 2 + [LayerNormNoBias] * 2
+    model = MetaFormer(**NARROW, token_mixers=mixers, norm_layers=norms)
+    stir(model)
+    return model
+
+
+def fastvit() -> FastVit:
+    """A narrow FastViT: two attention layers in the last stage."""
+    torch.manual_seed(0)
+    model = FastVit(**FAST, token_mixers=("repmixer",) * 3 + ("attention",))
+    stir(model)
+    return model
+
+
+HOSTS = {"caformer": (caformer, 3, "0, 1"), "fastvit": (fastvit, 2, "0, 1, 2")}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_softmax_is_the_host_bit_for_bit(host):
+    make, count, plain = HOSTS[host]
+    model, x = make(), image(height=96, width=64)
+    converted = copy.deepcopy(model)
+    report = zoo.convert(converted, "softmax")
+    assert len(report.swapped) == count and f"skipped stages without attention: {plain}" in str(report)
+    outs = [m(x) for m in (model, converted)]
+    assert torch.equal(*outs)
+    for o in outs:
+        o.square().sum().backward()
+    ours, theirs = gradients(converted), gradients(model)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], g) for n, g in theirs.items())
+    zoo.revert(converted)
+    assert {type(m) for m in converted.modules()} == {type(m) for m in model.modules()}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_mixers_see_the_grid_of_their_stage(host, mixer):
+    """Images of two sizes; the grid reaches the mixer, with a local convolution to notice."""
+    model, seen = HOSTS[host][0](), []
+    zoo.convert(model, mixer, depthwise="v", cpe=3)
+    for site in sites(model):
+        site.mixer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[3].grid))
+    for height, width in ((128, 128), (160, 96)):
+        model(image(height=height, width=width)).square().sum().backward()
+        late = (height // 32, width // 32)
+        grids = [late] * 2 if host == "fastvit" else [(height // 16, width // 16)] * 2 + [late]
+        assert seen == grids
+        seen.clear()
+    assert all(p.grad is not None for site in sites(model) for p in site.parameters())
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_checkpointing_and_compilation(host):
+    model, x = HOSTS[host][0](), image(height=96, width=64)
+    model.set_grad_checkpointing()
+    zoo.convert(model, "mhla", blocks=[1, 2], depthwise="v")
+    assert any(getattr(m, "checkpointing", False) for m in model.modules())
+    results = []
+    for step in ("checkpointed", "plain", "compiled"):
+        model.set_grad_checkpointing(step == "checkpointed")
+        f = torch.compile(model, backend="aot_eager", fullgraph=True) if step == "compiled" else model
+        model.zero_grad()
+        f.eval()(x).square().sum().backward()
+        results.append(gradients(model))
+    for other in results[1:]:
+        for name, grad in results[0].items():
+            torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-5)
+
+
+def test_kept_layers_are_numbered_over_all_stages():
+    model = caformer()
+    report = zoo.convert(model, "la", keep_softmax=[1])
+    names = [row.layer for row in report.swapped]
+    assert names == ["stages.2.blocks.0.token_mixer", "stages.3.blocks.0.token_mixer"]
+    with pytest.raises(ValueError, match="block indices from -3 to 2"):
+        zoo.convert(caformer(), "la", keep_softmax=[3])
+
+
+def test_converted_caformers_are_saved_and_loaded(tmp_path):
+    model = timm.create_model("caformer_s18", num_classes=3).eval()
+    zoo.convert(model, "mhla", keep_softmax="every:4")
+    x = image(height=64, width=96)
+    zoo.save(model, tmp_path)
+    again = zoo.load(tmp_path).eval()
+    assert torch.equal(again(x), model(x))
+    assert [s.mixer_name for s in sites(again)] == ["mhla"] * 9
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_inspection_counts_the_tokens_of_each_stage(host):
+    found = [row.tokens for row in inspect(HOSTS[host][0](), image(height=96, width=64), "la")]
+    assert found == ([6, 6] if host == "fastvit" else [24, 24, 6])
+
+
+def test_models_without_attention_are_refused():
+    with pytest.raises(ValueError, match="cannot convert this MetaFormer: it has no attention"):
+        zoo.convert(MetaFormer(**NARROW, token_mixers=SepConv))
+
+
+def test_vlt_names():
+    """As many parameters as VLT-S, within a tenth of its 27 million; linear mixers in all four stages."""
+    names = {f"vlt_{mixer}_small" for mixer in REGISTERED_MIXERS}
+    assert names | {"vlt_small"} <= set(timm.list_models("vlt_*", module="vlt"))
+    model = timm.create_model("vlt_mhla_small", device="meta")
+    assert abs(sum(p.numel() for p in model.parameters()) - 27e6) < 2.7e6
+    assert len(sites(model)) == 18 and all(s.mixer.options.cpe == 3 for s in sites(model))
+    assert model.default_cfg["architecture"] == "hla_converted"  # blocks differ between stages
+    assert timm.create_model("vlt_la_small", device="meta").default_cfg["architecture"] == "vlt_la_small"
+
+
+@pytest.mark.parametrize("mixer", ["la", "mhla"])
+def test_vlt_runs_and_is_saved(mixer, tmp_path):
+    model = timm.create_model(f"vlt_{mixer}_small", **NARROW, mixer_options={"lepe": 3}).eval()
+    stir(model)
+    x = image(height=128, width=64)
+    zoo.save(model, tmp_path)
+    assert torch.equal(zoo.load(tmp_path).eval()(x), model(x))
+    plain = timm.create_model("vlt_small", **NARROW).eval()
+    zoo.convert(plain, mixer, cpe=3, lepe=3)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain(x), model(x))
