@@ -19,6 +19,7 @@ from .collectives import add_together, one_token
 from .heads import by_heads
 from .scan import scan
 from .taylor import expand
+from .two_sided import evaluate, in_triton
 
 ABSENT = ("key_padding_mask", "token_mask", "cu_seqlens", "state", "return_state")  # unsupported
 
@@ -55,7 +56,9 @@ def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: 
         return by_heads(run, q, k, v, group, op=name, **options)
     call = _prepare(name, q, k, v, **options)
     with plain_precision(call.q):
-        return scan(call, group, **options) if call.options.causal else _evaluate(call, group)
+        if call.options.causal:
+            return scan(call, group, **options)
+        return evaluate(call, group) if options.get("impl") != "torch" and in_triton(call) else _evaluate(call, group)
 
 
 def _is_ordered(name: str, options: dict[str, Any]) -> bool:

@@ -2,14 +2,17 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Found = dict[str, dict[str, torch.Tensor]]
+Shares = dict[str, tuple[int, ...]]
 
 
 def on_ranks(work: Callable[..., Found], ranks: int, folder: Path, *args: object, device: str = "cpu") -> list[Found]:
@@ -38,3 +41,24 @@ def _start(rank: int, ranks: int, port: int, device: str, folder: str, work: Cal
 def gathered(parts: list[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
     """Join tokens of the ranks, or add shares of the gradient of a tensor that all ranks have."""
     return torch.cat(parts, 1) if whole.dim() == 4 else sum(parts, torch.zeros_like(whole))
+
+
+def every_case(operate: Callable[..., dict[str, torch.Tensor]], cases: list[str], shares: Shares) -> Found:
+    """Run `operate(case, share)` for all cases and shares."""
+    return {f"{case}, {name}": operate(case, share) for name, share in shares.items() for case in cases}
+
+
+def ranks_of(operate: Callable[..., dict[str, torch.Tensor]], cases: Iterable[str], shares: dict[int, Shares]) -> Any:
+    """Return a fixture: what each rank found in every case, for each number of ranks."""
+
+    @pytest.fixture(scope="module", params=shares, ids=lambda n: f"{n} ranks")
+    def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+        n = request.param
+        return on_ranks(every_case, n, tmp_path_factory.mktemp("ranks"), operate, list(cases), shares[n])
+
+    return ranks
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    """Return normal numbers in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

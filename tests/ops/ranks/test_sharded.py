@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import hla_kernels as hk
-from tests.ops.ranks.processes import Found, gathered, on_ranks
+from tests.ops.ranks.processes import gathered, noise, ranks_of
 
 GRID, BLOCKS = (4, 2, 3), (2, 1, 2)  # 24 tokens; shares cut blocks and frames
 SHARES = {2: {"both": (13, 11), "one": (24, 0)}, 3: {"all": (9, 4, 11), "not the second": (14, 0, 10)}}
@@ -40,10 +40,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "multipole": ("multipole", {"grid": GRID, "blocks": BLOCKS, "radius": 1, "q_scale": 0.4}),
     "adaptive": ("adaptive_multipole", {"grid": GRID, "density": 0.5, "q_tile": 4, "k_tile": 2, "q_scale": 0.4}),
 }  # fmt: skip
-
-
-def noise(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def tensor_options(op: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -93,13 +89,7 @@ def operate(case: str, shares: tuple[int, ...] | None = None) -> dict[str, torch
     return {"o": o.detach(), **{name: t.grad for name, t in leaves.items()}}
 
 
-def work(ranks: int) -> Found:
-    return {f"{case}, {name}": operate(case, shares) for name, shares in SHARES[ranks].items() for case in CASES}
-
-
-@pytest.fixture(scope="module", params=SHARES, ids=["two ranks", "three ranks"])
-def ranks(request, tmp_path_factory):
-    return on_ranks(work, request.param, tmp_path_factory.mktemp("ranks"), request.param)
+ranks = ranks_of(operate, CASES, SHARES)
 
 
 @pytest.mark.parametrize("case", CASES)

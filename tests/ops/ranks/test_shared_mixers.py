@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ops.ranks.processes import Found, gathered, on_ranks
+from tests.ops.ranks.processes import gathered, noise, ranks_of
 from zoo.mixers import MIXERS, Context, build_mixer
 
 GRID, WIDTH, HEADS = (4, 2, 3), 8, 3
@@ -21,10 +21,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "frames": ("ahla", {"causal": "frame"}),
     "adaptive": ("multipole", {"select": "error", "density": 0.5, "q_tile": 4, "k_tile": 2, "branch": "la"}),
 }
-
-
-def noise(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def operate(case: str, shares: tuple[int, ...] | None = None) -> dict[str, torch.Tensor]:
@@ -48,13 +44,7 @@ def operate(case: str, shares: tuple[int, ...] | None = None) -> dict[str, torch
     return {"o": o.detach(), **{n: t.grad for n, t in leaves.items()}, **learned}
 
 
-def work(ranks: int) -> Found:
-    return {f"{case}, {name}": operate(case, shares) for name, shares in SHARES[ranks].items() for case in CASES}
-
-
-@pytest.fixture(scope="module", params=SHARES, ids=["two ranks", "three ranks"])
-def ranks(request, tmp_path_factory):
-    return on_ranks(work, request.param, tmp_path_factory.mktemp("ranks"), request.param)
+ranks = ranks_of(operate, CASES, SHARES)
 
 
 @pytest.mark.parametrize("case", CASES)

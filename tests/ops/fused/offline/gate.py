@@ -1,6 +1,6 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python gate.py OP OPTIONS B H N D [mask | packed | float32 | float16 | inference | products] [+ OP ...]
+python gate.py OP OPTIONS B H N D [mask | packed | shared | float32 | float16 | inference | products] [+ OP ...]
 
 OPTIONS: JSON of a Spec. `+` begins another call; every line says of which call it is, the first is 0.
 
@@ -49,7 +49,8 @@ def sequences_of(kind: str, b: int, n: int) -> Sequences:
 
 def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> list:
     """(kernel, arguments, keywords) of each launch of a forward and, unless `kind` is "inference", a backward of packed
-    tokens, bf16 unless `kind` is a dtype; "turned": of tokens that lie as [B, H, N, D]."""
+    tokens, bf16 unless `kind` is a dtype; "turned": of tokens that lie as [B, H, N, D];
+    "shared": of tokens that devices share."""
     kernels = [
         (module, name, kernel)
         for module in (launch, mixture, pairs, ratios, summed)
@@ -69,6 +70,9 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     try:
         for module, name, kernel in kernels:
             setattr(module, name, Recorder(kernel))
+        if kind == "shared":
+            shared_call(q, k, v, c, spec, grad)
+            return Recorder.calls
         saved = fused.forward(q, k, v, c, spec, kind != "inference", seqs)[1]
         if kind != "inference":
             fused.backward(grad, q, k, v, c, spec, torch.empty_like(qkv).unbind(2), saved, seqs)
@@ -76,6 +80,18 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
         for module, name, kernel in kernels:
             setattr(module, name, kernel)
     return Recorder.calls
+
+
+def shared_call(q, k, v, c, spec: Spec, grad) -> None:
+    """Forward and backward of tokens that devices share."""
+    from hla_kernels.hla.fused.shared import Shared, own_sums
+
+    sums, *features = own_sums(q, k, v, spec, True)
+    if features:
+        q, k, spec = *features, spec.of_features()
+    call = Shared(spec, q, k, v, c, torch.empty(q.shape[0] * q.shape[2], 2, device="meta"), 2)
+    _, buffer = call.outputs(sums)
+    call.token_grads(grad, buffer, *call.readout_grads(grad, buffer))
 
 
 def main(call: int, op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:

@@ -56,6 +56,10 @@ CASES = (
     ("hla2", PLAIN, 2, 12, 32760, 128, "float16"),
     ("polynomial", PLAIN, 64, 16, 256, 64, "float16"),
     ("linear_attention", IDENTITY_RATIO, 64, 6, 1025, 128),
+    *((op, PLAIN, 1, 12, 4095, 128, "shared") for op in ORDERS),
+    ("linear_attention", RATIO, 1, 12, 4095, 64, "shared"),
+    ("ahla", ELU_ANCHORED, 1, 12, 4095, 72, "shared"),
+    ("hla2", RATIO, 1, 12, 4095, 128, "shared"),
 )
 
 

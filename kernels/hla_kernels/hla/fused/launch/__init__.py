@@ -48,37 +48,62 @@ def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None
 
 def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     """Compute the moments and the operator: reduce, combine (for several parts), middle. rest: for a backward."""
-    saved, features = Saved.of(buffer, call), call.features
-    q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
-    config = call.tiles(plan.reduce_config, call.spec, call.w, q.dtype, features[0] is not None)
-    digits = spec.digits(q.dtype, rest)
+    saved = Saved.of(buffer, call)
+    partial, parts = reduce_call(call, saved.state, rest, True)
+    if parts > 1:
+        combine_call(call, partial, parts, saved.state)
+    middle_call(call, saved, parts == 1 and plan.reduce_roles(call.spec, call.w, call.q.dtype) == 1)
+    return saved
+
+
+def reduce_call(call: Call, out: Tensor, rest: bool, final: bool) -> tuple[Tensor, int]:
+    """Compute the sums of parts of heads, and the features of the call if it keeps them. Return the parts and their
+    number; a single part is `out`, scaled and centred if `final`."""
+    q, k, v, spec, features = call.q, call.k, call.v, call.spec, call.features
+    config = call.tiles(plan.reduce_config, spec, call.w, q.dtype, features[0] is not None)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
+    partial = out if parts == 1 else call.buffer(parts, call.bh, call.lay.k)
     at, a = placed(q, k, v, *features)
-    state, matrix = saved
-    partial = state if parts == 1 else call.buffer(parts, call.bh, lay.k)
-    roles = plan.reduce_roles(call.spec, call.w, q.dtype)
+    roles = plan.reduce_roles(spec, call.w, q.dtype)
     launch(
         reduce_moments, call.bh * parts * roles,
         q, k, v, partial, *features, *at, call.n, call.h, call.g, parts, chunk, call.bh, call.scale, spec.ridge,
-        ALIGN=a, REST=digits, FINAL=parts == 1, ROLES=roles, KEEP=features[0] is not None, **call.flags, **call.sizes(),
-        **staged(config), **unfused(call),
+        ALIGN=a, REST=spec.digits(q.dtype, rest), FINAL=final and parts == 1, ROLES=roles,
+        KEEP=features[0] is not None, **call.flags, **call.sizes(), **staged(config), **unfused(call),
     )  # fmt: skip
-    if parts > 1:
-        blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
-        launch(
-            combine, call.bh * blocks,
-            partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=spec.sums or call.shifted, FD=lay.fd,
-            DV=lay.dv, OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK,
-            ONES=spec.normalize or spec.mean_path,
-            **call.pick("ORDER", "NORM", "CENTER", "FMAP", "RIDGE"),
-        )  # fmt: skip
+    return partial, parts
+
+
+def combine_call(call: Call, partial: Tensor, parts: int, state: Tensor) -> None:
+    """Add the parts of the moments; scale and centre them."""
+    lay, spec = call.lay, call.spec
+    blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
+    launch(
+        combine, call.bh * blocks,
+        partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=spec.sums or call.shifted, FD=lay.fd,
+        DV=lay.dv, OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK,
+        ONES=spec.normalize or spec.mean_path,
+        **call.pick("ORDER", "NORM", "CENTER", "FMAP", "RIDGE"),
+    )  # fmt: skip
+
+
+def middle_call(call: Call, saved: Saved, anchored: bool) -> None:
+    """Compute the operator from the moments; anchored: `reduce_call` computed the anchor."""
     sizes = call.middle_sizes("middle")
     launch(
-        middle, call.bh * -(-lay.fd // sizes["BR"]),
-        state, matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM"),
-        ANCHORED=parts == 1 and roles == 1, **unfused(call), **sizes,
+        middle, call.bh * -(-call.lay.fd // sizes["BR"]),
+        saved.state, saved.matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM"),
+        ANCHORED=anchored, **unfused(call), **sizes,
     )  # fmt: skip
-    return saved
+
+
+def add_parts_call(call: Call, partial: Tensor, parts: int, out: Tensor) -> None:
+    """Compute out [B * H, length], the sum of the parts; one part is there already."""
+    if parts > 1:
+        length = out.shape[1]
+        blocks = -(-length // BLOCK)
+        sizes = {"LEN": length, "K": length, "BLOCKS": blocks, "BLOCK": BLOCK}
+        launch(add_parts, call.bh * blocks, partial, out, parts, call.bh, **sizes)
 
 
 def split_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
@@ -130,10 +155,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
         SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned, REST=digits, DIVIDED=twice,
         **call.pick("ORDER", "NORM", "CENTER", "FMAP"), **call.sizes(), **staged(config),
     )  # fmt: skip
-    if parts > 1:
-        blocks = -(-lay.kg // BLOCK)
-        sizes = {"LEN": lay.kg, "K": lay.kg, "BLOCKS": blocks, "BLOCK": BLOCK}
-        launch(add_parts, call.bh * blocks, partial, grads, parts, call.bh, **sizes)
+    add_parts_call(call, partial, parts, grads)
     return grads
 
 
@@ -238,8 +260,7 @@ def first_heads_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
 
 def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> None:
     """Run `loops.first` in two launches and a sum over parts of heads, or in one launch for many short heads."""
-    q, k, v, spec, lay = call.q, call.k, call.v, call.spec, call.lay
-    saved, length = Saved.of(buffer, call), lay.fd * lay.dv + lay.fd
+    q, k, v, spec, saved = call.q, call.k, call.v, call.spec, Saved.of(buffer, call)
     if plan.first_at_once(call.w, call.planned, call.most):
         at, a = placed(q, k, v, g, *outs)
         launch(
@@ -249,23 +270,32 @@ def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> No
             **call.tiles(plan.query_config, call.w),
         )  # fmt: skip
         return
+    first_key_call(call, outs, saved, first_query_call(call, g, outs[0], saved))
+
+
+def first_query_call(call: Call, g: Tensor, dq: Tensor, saved: Saved) -> Tensor:
+    """Compute dq of a ratio of first order; return dM' and dm1 of every head [B * H, V * F + F]."""
+    q, spec, length = call.q, call.spec, call.lay.fd * call.lay.dv + call.lay.fd
     ratio = call.ratio() if plan.divides(spec, call.w, q.dtype) else None
     if ratio is not None:
-        divide(call, g, saved, ratio, outs[0])
+        divide(call, g, saved, ratio, dq)
     config = call.tiles(plan.query_config, call.w)
     parts, chunk = plan.query_parts(call.planned, call.most, config["BN"])
-    at, a = placed(q, g, outs[0])
+    at, a = placed(q, g, dq)
     grads = call.buffer(call.bh, length)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, length)
     launch(
         query_grads, call.bh * parts,
-        q, g, outs[0], saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh,
+        q, g, dq, saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh,
         spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
     )  # fmt: skip
-    if parts > 1:
-        blocks = -(-length // BLOCK)
-        sizes = {"LEN": length, "K": length, "BLOCKS": blocks, "BLOCK": BLOCK}
-        launch(add_parts, call.bh * blocks, partial, grads, parts, call.bh, **sizes)
+    add_parts_call(call, partial, parts, grads)
+    return grads
+
+
+def first_key_call(call: Call, outs: Outs, saved: Saved, grads: Tensor) -> None:
+    """Compute dk and dv of a ratio of first order."""
+    k, v = call.k, call.v
     config = call.tiles(plan.key_config, call.w)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     at, a = placed(k, v, *outs[1:])

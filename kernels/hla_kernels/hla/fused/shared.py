@@ -1,0 +1,111 @@
+"""The split path of tokens that several devices share: its launches before and after the sums over the devices.
+
+    own_sums         sums of this device's tokens; then they are added over the devices
+    outputs          operator from the sums of all tokens, and o of this device's
+    readout_grads    gradient of the operator from this device's dy; then they are added over the devices
+    token_grads      dq, dk, dv of this device's tokens
+
+All devices compute the D x D algebra. A device without tokens launches that alone, on zeros. Numbers of tokens are read
+on the device (`table`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...sequences import Sequences
+from . import launch, plan
+from .launch.call import Call, Saved
+from .spec import Spec
+
+
+def own_sums(q: Tensor, k: Tensor, v: Tensor, spec: Spec, save: bool) -> tuple[Tensor, ...]:
+    """Return the sums of this device's tokens, with room for their number behind them, and if the backward needs them
+    phi(q) and phi(k)."""
+    call = Call(spec._replace(scale=1.0), q, k, v, None)
+    new = torch.empty if call.most > 0 else torch.zeros
+    out = new(call.bh * call.lay.k + 1, device=q.device)
+    keep = save and spec.keeps(q.dtype)
+    features = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)) if keep else ()
+    if call.most > 0:
+        call.features = features if keep else (None, None)
+        sums = out[:-1].view(call.bh, call.lay.k)
+        launch.add_parts_call(call, *launch.reduce_call(call, sums, save, False), sums)
+    return out, *features
+
+
+def table(n: Tensor, spec: Spec, heads: int) -> Tensor:
+    """Return the number of all tokens and the scale of a moment, for every head: [heads, 2]."""
+    s = spec.q_scale / n if spec.scale is None else torch.full_like(n, spec.scale)
+    return torch.cat([n, s * (n > 1) if spec.of_differences else s]).expand(heads, 2).contiguous()
+
+
+class Shared(NamedTuple):
+    """A call between the sums: tokens or their features (`Spec.of_features`), coefficients, the table of the numbers of
+    tokens, and the number of devices."""
+
+    spec: Spec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    coefficients: Tensor | None
+    counts: Tensor
+    devices: int
+
+    def call(self) -> Call:
+        """Return the sizes of the launches."""
+        seqs = Sequences(told=(None, self.counts, None))
+        call = Call(self.spec._replace(scale=1.0), self.q, self.k, self.v, self.coefficients, seqs)
+        call.prec = plan.precisions(self.spec, call.w, self.q.dtype, call.most * self.devices, call.planned)
+        return call
+
+    def outputs(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return o, and operators and states for the backward."""
+        call = self.call()
+        o = torch.empty((*self.q.shape[:3], self.v.shape[3]), dtype=self.q.dtype, device=self.q.device)
+        buffer = launch.room_of(call)
+        saved = Saved.of(buffer, call)
+        launch.combine_call(call, sums, 1, saved.state)
+        launch.middle_call(call, saved, False)
+        if call.most > 0:
+            launch.apply_call(call, o, saved)
+        return o, buffer
+
+    def readout_grads(self, g: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this device's part of the gradient of the operators; dq, done for a ratio of first order and new
+        otherwise; and what `token_grads` reads of another ratio."""
+        call, first = self.call(), self.spec.alone(self.q.dtype)
+        dq, ratio = torch.empty_like(self.q, memory_format=torch.contiguous_format), None if first else call.ratio()
+        if call.most == 0:
+            length = call.lay.fd * (call.lay.dv + 1) if first else call.lay.kg
+            grads = torch.zeros(call.bh, length, device=g.device)
+        elif first:
+            grads = launch.first_query_call(call, g, dq, Saved.of(buffer, call))
+        else:
+            grads = launch.readout_grad(call, g, Saved.of(buffer, call), ratio)
+        return grads, dq, call.buffer(0) if ratio is None else ratio
+
+    def token_grads(
+        self, g: Tensor, buffer: Tensor, grads: Tensor, dq: Tensor, ratio: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dk, dv and d coefficients of all tokens (empty if there are none) and fill dq."""
+        call, dc = self.call(), None
+        saved = Saved.of(buffer, call)
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
+        full = (dq, dk, dv)
+        if call.g > 1:  # gradients per query head, then summed over groups
+            full = (dq, *(call.buffer(*self.q.shape[:3], x.shape[3]) for x in (dk, dv)))
+        if not self.spec.alone(self.q.dtype):
+            weights, rows, dc = launch.middle_grads(call, grads, saved)
+            if call.most > 0:
+                of = ratio if self.spec.normalize else None
+                launch.apply_grads_call(call, g, full, saved, of, weights, rows, False)
+        elif call.most > 0:
+            launch.first_key_call(call, full, saved, grads)
+        if call.g > 1 and call.most > 0:
+            for x, out in zip(full[1:], (dk, dv), strict=True):
+                launch.group_sum(x, out, call.g)
+        return dk, dv, call.buffer(0) if dc is None else launch.coefficients_grad(call, dc)

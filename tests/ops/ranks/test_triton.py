@@ -1,0 +1,120 @@
+"""The Triton form of tokens shared by ranks: equal to the definition in float64 on all tokens."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hla_kernels as hk
+from tests.helpers.error_rule import LIMITS
+from tests.ops.fused.children import OLD_INTERPRETER
+from tests.ops.ranks.processes import Found, every_case, gathered, noise, on_ranks
+
+pytest.importorskip("triton")
+
+HALF, FULL = torch.float16, torch.float32
+RATIO: dict[str, Any] = {"feature_map": "elu1", "normalize": True}
+PAIR: dict[str, Any] = {"feature_map": "softmax_pair", "normalize": True}
+MEANS: dict[str, Any] = {"center": "qk", "mean_path": True, "ridge": 0.3}
+N, SHARES = 37, {"both": (21, 16), "one": (37, 0)}
+# operator, options, dtype, heads of queries and keys, channels of queries and values
+CASES: dict[str, tuple[str, dict[str, Any], torch.dtype, tuple[int, int], tuple[int, int]]] = {
+    "la": ("linear_attention", {}, FULL, (2, 2), (16, 16)),
+    "ratio of la": ("linear_attention", RATIO, HALF, (2, 2), (16, 16)),
+    "ratio of la with groups": ("linear_attention", {**RATIO, "feature_map": "relu"}, HALF, (4, 2), (40, 24)),
+    "la of a softmax pair": ("linear_attention", PAIR, FULL, (2, 2), (16, 16)),
+    "hla2 with means": ("hla2", {**MEANS, "feature_map": "elu1"}, HALF, (2, 1), (16, 16)),
+    "ratio of hla2": ("hla2", RATIO, FULL, (2, 2), (16, 16)),
+    "ratio of ahla": ("ahla", RATIO, FULL, (2, 2), (16, 16)),
+    "ahla": ("ahla", {"q_scale": 0.3, "feature_map": "relu"}, HALF, (2, 2), (16, 24)),
+    "hla3": ("hla3", {"center": "k", "mean_path": True, "scale": 0.05}, FULL, (2, 2), (16, 16)),
+    "polynomial": ("polynomial", {"center": "k"}, HALF, (2, 2), (16, 16)),
+}  # fmt: skip
+
+ON_GPUS = [name for name, (op, _, dtype, *_) in CASES.items() if op != "polynomial" or dtype == HALF]
+
+
+def operate(case: str, share: tuple[int, ...] | None = None, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """o and the gradients: of the definition in float64, or with `share` of the Triton form for this rank's tokens.
+
+    On a GPU, float16 is replaced by bfloat16, and there are more tokens."""
+    op, options, dtype, (h, hk_), (d, dv) = CASES[case]
+    times, dtype = (1, dtype) if device == "cpu" else (64, torch.bfloat16 if dtype == HALF else dtype)
+    shapes = {"q": (h, d), "k": (hk_, d), "v": (hk_, dv), "grad": (h, dv)}
+    tokens = {name: noise(1, times * N, *shape, seed=i).to(dtype) for i, (name, shape) in enumerate(shapes.items())}
+    learned = {"coefficients": noise(h, 4, seed=5).float()} if op == "polynomial" else {}
+    if share is None:
+        tokens, learned = ({name: t.double() for name, t in x.items()} for x in (tokens, learned))
+    else:
+        tokens = {name: t.split([times * n for n in share], 1)[dist.get_rank()] for name, t in tokens.items()}
+    grad = tokens.pop("grad").to(device)
+    leaves = {name: t.to(device).requires_grad_() for name, t in (tokens | learned).items()}
+    if share is None:
+        o = getattr(hk, op)(*leaves.values(), **options, impl="reference")
+    else:
+        more = {name: leaves[name] for name in learned}
+        o = hk.sharded(op, *(leaves[name] for name in "qkv"), group=dist.group.WORLD, **more, **options)
+    return {"o": o.detach(), **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), grad), strict=True))}
+
+
+def work() -> Found:
+    """All cases in Triton, which calls of float16 ratios and on a CPU do not choose, with short parts."""
+    from hla_kernels.hla.fused import Spec, plan
+    from hla_kernels.ranks import two_sided
+    from tests.ops.fused.children.quicker import interpret_quicker
+
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    interpret_quicker()
+    two_sided.choose = lambda call, impl: "triton"
+    Spec.in_range = lambda self, n: self
+    plan.reduce_parts = lambda heads, n, bn: (-(-n // bn), bn)
+    return every_case(operate, list(CASES), SHARES)
+
+
+def on_gpus() -> Found:
+    """All cases on one or two GPUs, launched, recorded and replayed."""
+    ranks, found = dist.get_world_size(), {}
+    for share in SHARES.values():
+        share = share if ranks == 2 else (N,)
+        for case in ON_GPUS:
+            for _ in range(3):
+                found[f"{case}, {share}"] = operate(case, share, "cuda")
+    return found
+
+
+def check(case: str, share: object, ranks: list[Found], device: str = "cpu") -> None:
+    """Compare o and the gradients of all ranks with the definition."""
+    for name, truth in operate(case, device=device).items():
+        parts = [rank[f"{case}, {share}"][name] for rank in ranks]
+        error = (gathered([x.double() for x in parts], truth.cpu()) - truth.cpu()).norm() / truth.norm().cpu()
+        assert error < 1.5 * LIMITS[ranks[0][f"{case}, {share}"]["o"].dtype], (share, name, error)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        try:
+            return on_ranks(work, 2, tmp_path_factory.mktemp("ranks"))
+        except torch.multiprocessing.ProcessRaisedException as error:
+            if OLD_INTERPRETER in str(error):
+                pytest.skip("the interpreter of these versions of Triton and NumPy cannot run loops")
+            raise
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_see_the_tokens_of_all_ranks(ranks, case):
+    for share in SHARES:
+        check(case, share, ranks)
+
+
+@pytest.mark.gpu
+def test_on_gpus(tmp_path):
+    n = min(2, torch.cuda.device_count())
+    found = on_ranks(on_gpus, n, tmp_path, device="cuda")
+    for share in SHARES.values() if n == 2 else [(N,)]:
+        for case in ON_GPUS:
+            check(case, share, found, "cuda")
