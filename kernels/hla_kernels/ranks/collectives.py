@@ -1,12 +1,19 @@
-"""Differentiable collectives. Every rank calls them in the same order, forward and backward."""
+"""Differentiable collectives, and stages of kernels between them.
+
+Every rank calls collectives in the same order, forward and backward.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..dispatch.recording import repeated
+from ..hla.fused import plans
 
 
 class _AddRanks(torch.autograd.Function):
@@ -78,14 +85,23 @@ def exchange(pieces: list[Tensor], received: list[int], group: Any) -> list[Tens
     return list(flat.split(received))
 
 
-def token_counts(n: int, group: Any, device: torch.device) -> list[int]:
-    """Return the number of tokens of each rank."""
-    counts = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, torch.tensor([n], device=device), group=group)
-    return [int(x) for x in torch.cat(counts).tolist()]
+def token_counts(n: int, group: Any, device: torch.device) -> Tensor:
+    """Return the number of tokens of each rank, int64 [ranks], without waiting for it."""
+    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    counts[dist.get_rank(group)] = n
+    dist.all_reduce(counts, group=group)
+    return counts
 
 
 def one_token(*tokens: Tensor) -> tuple[Tensor, ...]:
     """Return tokens [B, N, ...] for the checks of a call: one zero token instead of none."""
     empty = all(isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == 0 for x in tokens)
     return tuple(x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in tokens) if empty else tokens
+
+
+def stage(name: str, call: tuple, work: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return work(*inputs), a stage of a call between collectives, recorded and replayed. call: all that `work` depends
+    on, tensors and constants."""
+    tensors = [x for x in call if isinstance(x, Tensor)]
+    form = (name, *(None if isinstance(x, Tensor) else x for x in call), *plans())
+    return repeated(form, (*tensors, *inputs), lambda: work(*inputs))

@@ -32,7 +32,7 @@ def by_heads(run: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, group: An
         raise ValueError(
             f"{ranks} ranks cannot share {heads} key heads, which this operator exchanges; use fewer ranks."
         )
-    counts = token_counts(q.shape[1], group, q.device)
+    counts = token_counts(q.shape[1], group, q.device).tolist()
     borders = [heads * i // ranks for i in range(ranks + 1)]
     cuts = list(pairwise(borders))
     tokens = [x.unflatten(2, (heads, -1)) for x in (q, k, v)]  # [B, N, Hk, G or 1, D]

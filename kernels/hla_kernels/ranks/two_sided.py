@@ -1,4 +1,4 @@
-"""Two-sided calls in Triton: the split path of one device, with sums over the ranks between its launches."""
+"""Two-sided calls in Triton: the split path of one device, with sums over the ranks between launches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..dispatch.autograd import are_fixed
-from ..dispatch.recording import repeated
+from ..dispatch.autograd import are_fixed, needs_backward
 from ..features import feature
-from ..hla.fused import Spec, paths, plans
+from ..hla.fused import Spec, paths
 from ..hla.fused.spec import widths
 from ..op import Call, TwoSided, choose
+from .collectives import stage
 
 
 def in_triton(call: Call) -> bool:
@@ -26,16 +26,17 @@ def in_triton(call: Call) -> bool:
 
 
 def _spec(call: Call) -> Spec:
-    return Spec(call.op, *TwoSided.of(call, 3, "triton").options[:-1], are_fixed(call.coefficients))
+    return Spec._make((call.op, *TwoSided.of(call, 3, "triton").options[:-1], are_fixed(call.coefficients)))
 
 
+@torch._disable_dynamo
 def evaluate(call: Call, group: Any) -> Tensor:
     """Return o [B, N, H, Dv] of this rank's tokens."""
     softmax = TwoSided.of(call, 3, "triton").softmax
     q, k = (x if softmax is None else feature(x, softmax) for x in call[1:3])
     c = None if call.coefficients is None else call.coefficients.contiguous()
-    tokens = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, call.v))
-    return _Evaluate.apply(*tokens, c, _spec(call), group)
+    tokens = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, call.v)]
+    return _Evaluate.apply(*tokens, c, _spec(call), needs_backward(*tokens, c), group)
 
 
 class _Evaluate(torch.autograd.Function):
@@ -43,22 +44,19 @@ class _Evaluate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: Spec, group: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: Spec, save: bool, group: Any
     ) -> Tensor:
         from ..hla.fused import shared
 
-        save = any(ctx.needs_input_grad)
         with torch.cuda.device_of(q):
-            sums, *features = repeated(
-                ("own sums", spec, save, *plans()), (q, k, v), lambda: shared.own_sums(q, k, v, spec, save)
-            )
+            sums, *features = stage("sums", (q, k, v, spec, save), lambda: shared.own_sums(q, k, v, spec, save))
             sums[-1:].fill_(q.shape[1])
             dist.all_reduce(sums, group=group)
             counts = shared.table(sums[-1:], spec, q.shape[0] * q.shape[2])
             if features:
                 q, k, spec = *features, spec.of_features()
             call = shared.Shared(spec, q, k, v, coefficients, counts, dist.get_world_size(group))
-            o, buffer = _stage("outputs", call, call.outputs, sums)
+            o, buffer = stage("outputs", call, call.outputs, sums)
         ctx.save_for_backward(q, k, v, coefficients, counts, buffer)
         ctx.options = spec, call.devices, group
         return o
@@ -69,17 +67,12 @@ class _Evaluate(torch.autograd.Function):
 
         *tensors, buffer = ctx.saved_tensors
         spec, devices, group = ctx.options
-        call = shared.Shared(spec, *tensors, devices)
+        call = shared.Shared._make((spec, *tensors, devices))
         g = grad if grad.stride(3) == 1 else grad.contiguous()
         with torch.cuda.device_of(g):
-            grads, dq, ratio = _stage("readout", call, call.readout_grads, g, buffer)
+            grads, dq, ratio = stage("readout", call, call.readout_grads, g, buffer)
             dist.all_reduce(grads, group=group)
-            dk, dv, dc = _stage("tokens", call, call.token_grads, g, buffer, grads, dq, ratio)
+            dk, dv, dc = stage("tokens", call, call.token_grads, g, buffer, grads, dq, ratio)
         # every rank has the gradient of all tokens; its share makes the sum over the ranks right
-        return dq, dk, dv, dc / devices if ctx.needs_input_grad[3] else None, None, None
+        return dq, dk, dv, dc / devices if ctx.needs_input_grad[3] else None, None, None, None
 
-
-def _stage(name: str, call: Any, work: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return work(*inputs), recorded."""
-    tensors = (call.q, call.k, call.v, call.coefficients, call.counts, *inputs)
-    return repeated((name, call.spec, call.devices, *plans()), tensors, lambda: work(*inputs))

@@ -1,8 +1,9 @@
 """Compile for sm_90a, without a GPU, what a bfloat16 call of block mixing launches; one JSON line per kernel.
 
-python block_gate.py OPTIONS B H GRID BLOCKS D [rotary] [+ OPTIONS ...]
+python block_gate.py OPTIONS B H GRID BLOCKS D [rotary | shared] [+ OPTIONS ...]
 
-OPTIONS: JSON of those of `mhla`. `+` begins another call; every line says of which call it is, the first is 0.
+OPTIONS: JSON of those of `mhla`. shared: tokens that devices share. `+` begins another call; every line says of which
+call it is, the first is 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.ops.fused.offline.gate import Recorder, calls_of
 from tests.ops.fused.offline.judge import compile_call, key
 
 
-def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:
+def record(o, b: int, h: int, d: int, kind: str = "") -> list:
     """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens."""
     kernels = [
         (module, name, kernel)
@@ -32,10 +33,13 @@ def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:
     n, m = o.layout.n_tokens, o.layout.n_blocks
     qkv = torch.empty(b, n, 3, h, d, dtype=torch.bfloat16, device="meta")
     grad, matrix = torch.empty_like(qkv[:, :, 0]), torch.empty(m, m, device="meta")
-    turns = tuple(torch.empty(n, d // 2, device="meta") for _ in range(2)) if rotary else None
+    turns = tuple(torch.empty(n, d // 2, device="meta") for _ in range(2)) if kind == "rotary" else None
     try:
         for module, name, kernel in kernels:
             setattr(module, name, Recorder(kernel))
+        if kind == "shared":
+            shared_call(qkv.unbind(2), matrix, o, grad)
+            return Recorder.calls
         saved = fused.forward(*qkv.unbind(2), matrix, o, None, turns, True)[1]
         fused.backward(grad, *qkv.unbind(2), matrix, o, None, turns, torch.empty_like(qkv).unbind(2), saved)
     finally:
@@ -44,11 +48,24 @@ def record(o, b: int, h: int, d: int, rotary: bool = False) -> list:
     return Recorder.calls
 
 
+def shared_call(tokens, matrix, o, grad) -> None:
+    """Forward and backward of tokens that devices share."""
+    from hla_kernels.blockmix.fused.shared import Shared
+
+    b, _, h, d = grad.shape
+    anchor = torch.empty(b * h, d, device="meta") if o.normalize else None
+    share = torch.empty(o.layout.n_blocks, 3, dtype=torch.int32, device="meta")
+    call = Shared(*tokens, matrix, o._replace(scale=1.0), None, None, share, anchor)
+    (local,) = call.local()
+    _, mixed, inverses = call.outputs(local)
+    call.token_grads(grad, local, mixed, inverses, *call.operator_grads(grad, local, mixed, inverses))
+
+
 def main(at: int, options: str, b: str, h: str, grid: str, blocks: str, d: str, kind: str = "") -> None:
     """Compile each launch once."""
     sizes = (tuple(map(int, x.split(","))) for x in (grid, blocks))
     o = options_of(*sizes, **json.loads(options))
-    for call in {key(*call): call for call in record(o, int(b), int(h), int(d), kind == "rotary")}.values():
+    for call in {key(*call): call for call in record(o, int(b), int(h), int(d), kind)}.values():
         print(json.dumps({"call": at, **compile_call(*call)}), flush=True)
 
 

@@ -16,6 +16,8 @@ COMPILED = (
     ("{}", *WAN),
     ("{}", *WAN, "rotary"),
     ('{"normalize": false, "feature_map": null}', "2", "12", "21,30,52", "3,5,10", "128"),
+    ('{"normalize": false, "feature_map": null}', "1", "12", "21,30,52", "3,5,10", "128", "shared"),
+    ("{}", *DIT, "shared"),
     ("{}", *DIT),
     ('{"order": "hla2", "feature_map": "elu1"}', *DIT),
     ('{"order": "ahla", "normalize": false}', *WAN, "rotary"),

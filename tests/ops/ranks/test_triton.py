@@ -18,6 +18,7 @@ HALF, FULL = torch.float16, torch.float32
 RATIO: dict[str, Any] = {"feature_map": "elu1", "normalize": True}
 PAIR: dict[str, Any] = {"feature_map": "softmax_pair", "normalize": True}
 MEANS: dict[str, Any] = {"center": "qk", "mean_path": True, "ridge": 0.3}
+BLOCKS: dict[str, Any] = {"grid": (4, 3, 3), "blocks": (2, 1, 2), "prefix": 1}  # shares cut blocks and frames
 N, SHARES = 37, {"both": (21, 16), "one": (37, 0)}
 # operator, options, dtype, heads of queries and keys, channels of queries and values
 CASES: dict[str, tuple[str, dict[str, Any], torch.dtype, tuple[int, int], tuple[int, int]]] = {
@@ -31,6 +32,11 @@ CASES: dict[str, tuple[str, dict[str, Any], torch.dtype, tuple[int, int], tuple[
     "ahla": ("ahla", {"q_scale": 0.3, "feature_map": "relu"}, HALF, (2, 2), (16, 24)),
     "hla3": ("hla3", {"center": "k", "mean_path": True, "scale": 0.05}, FULL, (2, 2), (16, 16)),
     "polynomial": ("polynomial", {"center": "k"}, HALF, (2, 2), (16, 16)),
+    "mhla": ("mhla", {**BLOCKS, "normalize": False}, FULL, (2, 2), (16, 16)),
+    "ratio of mhla": ("mhla", {**BLOCKS, "feature_map": "elu1"}, FULL, (4, 2), (16, 24)),
+    "mhla with rotation": ("mhla", {**BLOCKS, "rotary": True}, HALF, (2, 2), (16, 16)),
+    "mhla of order ahla": ("mhla", {**BLOCKS, "order": "ahla", "normalize": False}, FULL, (2, 1), (16, 16)),
+    "ratio of mhla of order hla2": ("mhla", {**BLOCKS, "order": "hla2"}, FULL, (2, 2), (16, 16)),
 }  # fmt: skip
 
 ON_GPUS = [name for name, (op, _, dtype, *_) in CASES.items() if op != "polynomial" or dtype == HALF]
@@ -42,13 +48,22 @@ def operate(case: str, share: tuple[int, ...] | None = None, device: str = "cpu"
     On a GPU, float16 is replaced by bfloat16, and there are more tokens."""
     op, options, dtype, (h, hk_), (d, dv) = CASES[case]
     times, dtype = (1, dtype) if device == "cpu" else (64, torch.bfloat16 if dtype == HALF else dtype)
+    if op == "mhla":  # of a grid
+        times, options = 1, dict(options)
     shapes = {"q": (h, d), "k": (hk_, d), "v": (hk_, dv), "grad": (h, dv)}
     tokens = {name: noise(1, times * N, *shape, seed=i).to(dtype) for i, (name, shape) in enumerate(shapes.items())}
     learned = {"coefficients": noise(h, 4, seed=5).float()} if op == "polynomial" else {}
+    if op == "mhla":
+        learned = {"mixing": noise(5, 5, seed=6).softmax(-1).float()}
+    angles = noise(N, d // 2, seed=7)
     if share is None:
         tokens, learned = ({name: t.double() for name, t in x.items()} for x in (tokens, learned))
     else:
-        tokens = {name: t.split([times * n for n in share], 1)[dist.get_rank()] for name, t in tokens.items()}
+        cuts, rank = [times * n for n in share], dist.get_rank()
+        tokens = {name: t.split(cuts, 1)[rank] for name, t in tokens.items()}
+        angles = angles.split(cuts)[rank].float() if op == "mhla" else angles
+    if "rotary" in options:
+        options["rotary"] = (angles.cos().to(device), angles.sin().to(device))
     grad = tokens.pop("grad").to(device)
     leaves = {name: t.to(device).requires_grad_() for name, t in (tokens | learned).items()}
     if share is None:
@@ -62,12 +77,12 @@ def operate(case: str, share: tuple[int, ...] | None = None, device: str = "cpu"
 def work() -> Found:
     """All cases in Triton, which calls of float16 ratios and on a CPU do not choose, with short parts."""
     from hla_kernels.hla.fused import Spec, plan
-    from hla_kernels.ranks import two_sided
+    from hla_kernels.ranks import blocks, two_sided
     from tests.ops.fused.children.quicker import interpret_quicker
 
     assert os.environ["TRITON_INTERPRET"] == "1"
     interpret_quicker()
-    two_sided.choose = lambda call, impl: "triton"
+    two_sided.choose = blocks.choose = lambda call, impl: "triton"
     Spec.in_range = lambda self, n: self
     plan.reduce_parts = lambda heads, n, bn: (-(-n // bn), bn)
     return every_case(operate, list(CASES), SHARES)
@@ -112,6 +127,7 @@ def test_the_kernels_see_the_tokens_of_all_ranks(ranks, case):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here")
 def test_on_gpus(tmp_path):
     n = min(2, torch.cuda.device_count())
     found = on_ranks(on_gpus, n, tmp_path, device="cuda")

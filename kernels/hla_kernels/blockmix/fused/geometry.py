@@ -1,7 +1,9 @@
 """Positions of the tokens of a block, computed from the grid without tables or copies.
 
-GEO = (prefix, T, H, W, mt, mh, mw): tokens before the grid, lengths of three axes, blocks along each (axes that a grid
-lacks have length and blocks 1). An axis of L positions is cut at floor(i L / m), as in `layout`.
+GEO = (prefix, T, H, W, mt, mh, mw, share): tokens before the grid, lengths of three axes, blocks along each (axes that
+a grid lacks have length and blocks 1). An axis of L positions is cut at floor(i L / m), as in `layout`. share: None, or
+for tokens that devices share and for each block [M, 3] the first position of this device, the number of its positions,
+and the first token of the device.
 """
 
 import triton
@@ -18,8 +20,9 @@ def place(BH, M, SPLIT: tl.constexpr = 1):
 
 @triton.jit
 def box(GEO, block):
-    """Return (number of tokens, first token, rows, columns, tokens per plane, tokens per line) of a block."""
-    prefix, t, h, w, mt, mh, mw = GEO
+    """Return (number of tokens, first token, rows, columns, tokens per plane, tokens per line) of a block, and of a
+    device's share of it the first position."""
+    prefix, t, h, w, mt, mh, mw, share = GEO
     c = block - (prefix > 0).to(tl.int32)
     i = tl.maximum(c, 0)
     iw = i % mw
@@ -33,10 +36,14 @@ def box(GEO, block):
     count = ((it + 1) * t // mt - t0) * rows * columns
     first = prefix + (t0 * h + h0) * w + w0
     before = c < 0  # the prefix is a single line
-    return (
+    out = (
         tl.where(before, prefix, count), tl.where(before, 0, first), tl.where(before, 1, rows),
         tl.where(before, prefix, columns), h * w, w,
     )  # fmt: skip
+    if share is not None:
+        begin, n, start = tl.load(share + 3 * block), tl.load(share + 3 * block + 1), tl.load(share + 3 * block + 2)
+        out = (n, out[1] - start, out[2], out[3], out[4], out[5], begin)  # type: ignore[assignment]
+    return out
 
 
 @triton.jit
@@ -52,6 +59,8 @@ def tile(start, hi, b, keep, BN: tl.constexpr):
     """Return (tokens, mask) of a tile of BN positions; keep: mask of real tokens of this sample in bytes, or None."""
     j = start + tl.arange(0, BN)
     live = j < hi
+    if len(b) == 7:
+        j += b[6]
     tokens = token(j, b)
     if keep is not None:
         live = live & (tl.load(keep + tokens, mask=live, other=0) != 0)

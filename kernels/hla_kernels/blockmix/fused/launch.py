@@ -26,13 +26,14 @@ class Call:
     """Sizes and constexpr arguments shared by the launches of a call."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: BlockOptions, mask: Tensor | None, rotary: Rotary
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, o: BlockOptions, mask: Tensor | None, rotary: Rotary,
+        share: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.mixing, self.o = q, k, v, mixing, o
         self.b, self.n, self.h, self.d = q.shape
         self.dv, self.group = v.shape[3], self.h // k.shape[2]
         self.bh, self.m = self.b * self.h, o.layout.n_blocks
-        self.geo, self.w, self.flags = geometry(o.layout), widths(self.d, self.dv), flags(o, rotary)
+        self.geo, self.w, self.flags = geometry(o.layout, share), widths(self.d, self.dv), flags(o, rotary)
         self.whole = o.feature_map == "softmax" or self.flags["TURN"] > 1  # features need both halves of the channels
         self.dtype = moments_dtype(q.dtype, o, rotary is not None)
         self.size = Sizes.of(o, self.n, self.d, self.dv, self.dtype)
@@ -63,10 +64,11 @@ class Call:
         buffer = self.buffer(self.bh * self.size.moments) if buffer is None else buffer
         return Moments.of(buffer, self.bh, self.size, self.dtype)
 
-    def operators(self) -> Moments:
-        """Allocate the operators of a higher order, or their gradients."""
+    def operators(self, buffer: Tensor | None = None) -> Moments:
+        """Allocate the operators, or their gradients, or place them at the start of a buffer."""
         size = self.size._replace(left=0)
-        return Moments.of(self.buffer(self.bh * size.moments), self.bh, size, self.dtype)
+        buffer = self.buffer(self.bh * size.moments) if buffer is None else buffer
+        return Moments.of(buffer, self.bh, size, self.dtype)
 
     def sizes(self) -> tuple:
         """Return GEO, N, H, B H, M."""
@@ -189,6 +191,11 @@ def forward_call(call: Call, out: Tensor, buffer: Tensor) -> None:
     saved = Saved.of(call, buffer)
     anchor_of(call, saved.anchor)
     local_moments(call, saved.anchor, saved.local)
+    mixed_call(call, out, saved)
+
+
+def mixed_call(call: Call, out: Tensor, saved: Saved) -> None:
+    """Compute o from the local moments."""
     mixed(call, saved.local, saved.mixed)
     read_call(call, out, operator_of(call, saved.mixed), saved)
 
@@ -233,16 +240,23 @@ Grads = tuple[Tensor, Tensor, Tensor]
 def backward_call(call: Call, g: Tensor, outs: Grads, buffer: Tensor) -> Tensor:
     """Launch the gradients of operators (with dq in first order) -> of mixed moments -> of local moments (mixing with
     m') -> of tokens; return d mixing."""
-    saved = Saved.of(call, buffer)
+    saved, dy = Saved.of(call, buffer), call.operators()
+    operator = operator_of(call, saved.mixed)
+    totals = query_call(call, g, outs[0], operator, saved, dy)
+    return token_grads_call(call, g, outs, operator, saved, dy, totals)
+
+
+def token_grads_call(
+    call: Call, g: Tensor, outs: Grads, operator: Operator, saved: Saved, d_operator: Moments, totals: Tensor | None
+) -> Tensor:
+    """Compute dk and dv, and dq of a higher order, from the gradients of the operators; return d mixing."""
     room = outs if call.group == 1 else (outs[0], *head_grads(call))
-    dy, dx = call.moments(), call.moments()
+    dx = call.moments()
     if call.o.order == "la":
-        query_call(call, g, room[0], operator_of(call, saved.mixed), saved, dy)
-        dm = mixed_back(call, dy, saved.local, dx)
+        dm = mixed_back(call, d_operator, saved.local, dx)
         key_call(call, room, dx, saved.anchor)
     else:
-        operator, d_operator = operator_of(call, saved.mixed), call.operators()
-        totals = query_call(call, g, None, operator, saved, d_operator)
+        dy = call.moments()
         factor_grads(call, saved.mixed, operator.shift, d_operator, dy)
         dm = mixed_back(call, dy, saved.local, dx)
         product_call(call, g, room, operator, dx, saved, totals)
@@ -259,9 +273,10 @@ def head_grads(call: Call) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def query_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Saved, dy: Moments) -> Tensor | None:
-    """Compute the gradients of the operators y and, unless it is None, dq, in one or two passes over the tokens; return
+def query_call(call: Call, g: Tensor, to: Tensor, y: Operator, saved: Saved, dy: Moments) -> Tensor | None:
+    """Compute the gradients of the operators y and, in first order, dq, in one or two passes over the tokens; return
     d loss / d den if it was computed."""
+    dq = to if call.o.order == "la" else None
     if dq is not None and plan.one_pass(call.w, call.o.normalize, call.q.dtype, call.digits):
         query_both_call(call, g, dq, y, saved, dy)
         return None

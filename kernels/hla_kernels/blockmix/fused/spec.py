@@ -45,10 +45,10 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) ->
     return None
 
 
-def geometry(layout: Layout) -> tuple[int, ...]:
-    """Return GEO of `geometry`: prefix, three lengths, three numbers of blocks."""
+def geometry(layout: Layout, share: Tensor | None) -> tuple[int | Tensor | None, ...]:
+    """Return GEO of `geometry`: prefix, three lengths, three numbers of blocks, the share of a device."""
     ones = (1,) * (3 - len(layout.grid))
-    return (layout.prefix, *ones, *layout.grid, *ones, *layout.blocks)
+    return (layout.prefix, *ones, *layout.grid, *ones, *layout.blocks, share)
 
 
 def widths(d: int, dv: int) -> dict[str, int]:

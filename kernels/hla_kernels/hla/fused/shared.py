@@ -1,4 +1,4 @@
-"""The split path of tokens that several devices share: its launches before and after the sums over the devices.
+"""The split path of tokens that several devices share: launches before and after the sums over them.
 
     own_sums         sums of this device's tokens; then they are added over the devices
     outputs          operator from the sums of all tokens, and o of this device's
@@ -31,7 +31,8 @@ def own_sums(q: Tensor, k: Tensor, v: Tensor, spec: Spec, save: bool) -> tuple[T
     keep = save and spec.keeps(q.dtype)
     features = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)) if keep else ()
     if call.most > 0:
-        call.features = features if keep else (None, None)
+        if keep:
+            call.features = (features[0], features[1])
         sums = out[:-1].view(call.bh, call.lay.k)
         launch.add_parts_call(call, *launch.reduce_call(call, sums, save, False), sums)
     return out, *features
@@ -95,17 +96,17 @@ class Shared(NamedTuple):
         call, dc = self.call(), None
         saved = Saved.of(buffer, call)
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
-        full = (dq, dk, dv)
+        keys = (dk, dv)
         if call.g > 1:  # gradients per query head, then summed over groups
-            full = (dq, *(call.buffer(*self.q.shape[:3], x.shape[3]) for x in (dk, dv)))
+            keys = (call.buffer(*self.q.shape[:3], dk.shape[3]), call.buffer(*self.q.shape[:3], dv.shape[3]))
         if not self.spec.alone(self.q.dtype):
             weights, rows, dc = launch.middle_grads(call, grads, saved)
             if call.most > 0:
                 of = ratio if self.spec.normalize else None
-                launch.apply_grads_call(call, g, full, saved, of, weights, rows, False)
+                launch.apply_grads_call(call, g, (dq, *keys), saved, of, weights, rows, False)
         elif call.most > 0:
-            launch.first_key_call(call, full, saved, grads)
+            launch.first_key_call(call, (dq, *keys), saved, grads)
         if call.g > 1 and call.most > 0:
-            for x, out in zip(full[1:], (dk, dv), strict=True):
+            for x, out in zip(keys, (dk, dv), strict=True):
                 launch.group_sum(x, out, call.g)
         return dk, dv, call.buffer(0) if dc is None else launch.coefficients_grad(call, dc)

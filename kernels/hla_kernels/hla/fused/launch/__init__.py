@@ -56,7 +56,7 @@ def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
     return saved
 
 
-def reduce_call(call: Call, out: Tensor, rest: bool, final: bool) -> tuple[Tensor, int]:
+def reduce_call(call: Call, out: Tensor | None, rest: bool, final: bool) -> tuple[Tensor | None, int]:
     """Compute the sums of parts of heads, and the features of the call if it keeps them. Return the parts and their
     number; a single part is `out`, scaled and centred if `final`."""
     q, k, v, spec, features = call.q, call.k, call.v, call.spec, call.features
@@ -74,7 +74,7 @@ def reduce_call(call: Call, out: Tensor, rest: bool, final: bool) -> tuple[Tenso
     return partial, parts
 
 
-def combine_call(call: Call, partial: Tensor, parts: int, state: Tensor) -> None:
+def combine_call(call: Call, partial: Tensor | None, parts: int, state: Tensor | None) -> None:
     """Add the parts of the moments; scale and centre them."""
     lay, spec = call.lay, call.spec
     blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
@@ -97,7 +97,7 @@ def middle_call(call: Call, saved: Saved, anchored: bool) -> None:
     )  # fmt: skip
 
 
-def add_parts_call(call: Call, partial: Tensor, parts: int, out: Tensor) -> None:
+def add_parts_call(call: Call, partial: Tensor | None, parts: int, out: Tensor) -> None:
     """Compute out [B * H, length], the sum of the parts; one part is there already."""
     if parts > 1:
         length = out.shape[1]
