@@ -196,7 +196,7 @@ TASKS = {
     ),
     "copy": Task(copy, 16, lambda n: WORDS + 2, lambda n: WORDS, row(lambda n: 5 * n), convolution=True, steps=1200),
     "compose": Task(compose, 8, lambda n: n, lambda n: n, row(lambda n: 3 * n), layers=1, steps=2000),
-    "match": Task(match, 10, modulus_of, lambda n: 2, row(lambda n: n), layers=1, causal=False),
+    "match": Task(match, 6, modulus_of, lambda n: 2, row(lambda n: n), layers=1, causal=False),
     "carry": Task(carry, 24, lambda n: 100, lambda n: 10, row(lambda n: n), steps=1200),
     "charges": numbers(charges, 256, lambda n: None, 2, 128, 0),
     "burgers": numbers(burgers, 256, lambda n: (n, 1), 4, 32, 1024),
