@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .features import FEATURE_MAPS, feature_width
-from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, OPS, Options
+from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, Options
 
 NON_NEGATIVE_MAPS = tuple(name for name in FEATURE_MAPS if name != "identity")
 RIDGED = ("hla2", "ahla", "hla3")
@@ -70,11 +70,6 @@ def named(function: Callable) -> tuple[str, ...]:
     """Return the names of the keyword parameters of a function."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-
-
-def check_op(op: Any) -> None:
-    """Raise ValueError unless `op` is the name of an operator."""
-    check_name("operator", op, OPS)
 
 
 def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:

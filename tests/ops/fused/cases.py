@@ -13,7 +13,7 @@ from torch import Tensor
 import hla_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
-from hla_kernels.hla.fused.plan import neighbours, paths
+from hla_kernels.hla.fused.plan import paths, special
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
 from tests.helpers.error_rule import check_coefficients, check_tokens, sizes_of_coefficients
@@ -89,7 +89,7 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         poison(patch)
         split = path in ("split", "whole", "roles", "planes", "pairs", "pairs_two_step")
         patch.setattr(paths, "pairs", lambda *a: int(path.startswith("pairs")))
-        patch.setattr(neighbours, "at_once", lambda n: path == "pairs")
+        patch.setattr(special, "pairs_at_once", lambda n: path == "pairs")
         patch.setattr(paths, "saves", lambda *a: int(split))
         patch.setattr(paths, "at_once", lambda *a: not path.endswith("two_step"))
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")

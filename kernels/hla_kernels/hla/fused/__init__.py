@@ -28,7 +28,7 @@ from torch import Tensor
 from ...dispatch.faults import Fault
 from ...sequences import WHOLE, Sequences
 from . import plan
-from .plan import mixture, paths, sums
+from .plan import paths, special, sums
 from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
@@ -86,7 +86,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     if paths.halved(spec, w, q.dtype, own):
         whole = sums.kept_floats(spec, w, q.dtype)
     if paths.mixed(spec, w, q.dtype, own):
-        whole = mixture.mixture_floats(spec, w, q.element_size())
+        whole = special.mixture_floats(spec, w, q.element_size())
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ..heads.mixture import mixture_forward, mixture_moments, mixture_operator
 from ..heads.mixture.weights import mixture_products, mixture_weights
-from ..plan.mixture import MATRICES, mixture_config
+from ..plan.special import MATRICES, mixture_config
 from . import apply_call, apply_grads_call
 from .call import Call, Outs, Saved, area, half_room, placed, staged, unfused
 
@@ -31,7 +31,7 @@ def means(call: Call) -> dict:
 
 def kept_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Float16 matrices [B * H, MATRICES, F, F], units [B * H, 8], vectors [B * H, K] and operators [B * H, D, D] of a
-    buffer of `plan.mixture.mixture_floats`, or room for what a forward needs of an empty one."""
+    buffer of `plan.special.mixture_floats`, or room for what a forward needs of an empty one."""
     lay = call.lay.vectors()
     sizes = (8, MATRICES * area(call) // 2, lay.k, lay.matrix_floats(call.q.element_size()))
     buffer = saved if saved.numel() > 0 else call.buffer(call.bh * sum(sizes))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ....dispatch.recording import launch
 from ..heads.pairs import backward_pairs, forward_pairs, grads_pairs, weights_pairs
-from ..plan import neighbours, paths
+from ..plan import paths, special
 from .call import Call, Outs, placed
 
 
@@ -37,7 +37,7 @@ def sizes(call: Call) -> dict:
 
 def tiles(call: Call, kernel: str) -> dict[str, int]:
     """Return the tiles of a kernel of `heads.pairs`."""
-    return call.tiles(neighbours.pair_config, kernel)
+    return call.tiles(special.PAIRS.__getitem__, kernel)
 
 
 def operators(call: Call, saved: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def backward(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
     g = g if near(g) else g.contiguous()
     q, k, v = call.q, call.k, call.v
     matrix = operators(call, saved)
-    if neighbours.at_once(call.most):
+    if special.pairs_at_once(call.most):
         at, a = placed(q, k, v, g, *outs)
         launch(
             backward_pairs, call.bh // 2, q, k, v, g, *outs, matrix, *at, call.n, call.h, call.scale, ALIGN=a,
@@ -76,7 +76,7 @@ def backward(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
         **tiles(call, "weights_pairs"),
     )  # fmt: skip
     config = tiles(call, "grads_pairs")
-    parts, chunk = neighbours.parts(call.planned // 2, call.most, config["BN"])
+    parts, chunk = special.pair_parts(call.planned // 2, call.most, config["BN"])
     at, a = placed(q, k, v, g, *outs)
     launch(
         grads_pairs, call.bh // 2 * parts * 3, q, k, v, g, *outs, matrix, weights, *at, call.n, call.h, parts, chunk,

@@ -1,0 +1,46 @@
+"""Static tables of `heads.mixture`, and of `heads.pairs` with two neighbouring heads per program."""
+
+from __future__ import annotations
+
+from ..spec import Spec, layout
+from .paths import PROGRAMS
+
+MATRICES = 6  # float16 matrices that are kept of a head by `heads.mixture`: P, S, C, R, W, T
+PAIRS = {  # BN sums, BO writes
+    "forward_pairs": {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3},
+    "backward_pairs": {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 4, "STAGES": 3},
+    "weights_pairs": {"BN": 32, "num_warps": 4, "num_stages": 4},
+    "grads_pairs": {"BN": 64, "num_warps": 4, "num_stages": 3},
+}
+
+
+def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
+    """Return the tiles of a kernel of `heads.mixture`."""
+    wide = w["F2"] > 0
+    return {
+        "forward": {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3, "DELAY": 5000, "SLOTS": 2},
+        "moments": {"BN": 32, "num_warps": 4, "num_stages": 3},
+        "features": {"BN": 32, "num_warps": 8 if wide else 4, "num_stages": 2 if wide else 3},
+        "ratio": {"num_warps": 8 if wide else 4, "num_stages": 1},
+        "operator": {"num_warps": 4, "num_stages": 1},
+        "products": {"num_warps": 4, "num_stages": 1},
+        "weights": {"BN": 64, "num_warps": 4, "num_stages": 3},
+    }[kernel]
+
+
+def mixture_floats(spec: Spec, w: dict[str, int], itemsize: int) -> int:
+    """Return the float32 numbers per head that a forward of `heads.mixture` saves: matrices, units, vectors and the
+    operator."""
+    lay = layout(spec, w).vectors()
+    return MATRICES * (w["F1"] + w["F2"]) ** 2 // 2 + 8 + lay.k + lay.matrix_floats(itemsize)
+
+
+def pairs_at_once(n: int) -> bool:
+    """Whether one program does the whole backward of first order of two heads."""
+    return n <= 512
+
+
+def pair_parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:
+    """Return (parts, tokens per part) of a pass of `heads.pairs` that writes: up to 4 tiles per program."""
+    tiles = max(1, min(4, batch_pairs * -(-n // bn) // (2 * PROGRAMS)))
+    return -(-n // (tiles * bn)), tiles * bn
