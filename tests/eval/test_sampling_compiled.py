@@ -23,7 +23,7 @@ def graphs(monkeypatch):
         found.append(graph)
         return graph
 
-    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend=backend))
+    monkeypatch.setattr(nn.Module, "compile", lambda module, options: compiled(module, backend=backend))
     torch.compiler.reset()
     yield found
     torch.compiler.reset()

@@ -17,6 +17,7 @@ from torch import nn
 
 from zoo.config import Tree, check_arguments
 from zoo.errors import unknown_name
+from zoo.models.compiling import compile_block
 from zoo.models.diffusers.families import ANY_MODEL, class_named, family_of, family_of_pipeline, video_pipelines
 from zoo.models.diffusers.reading import IN_A_RUN, in_run, read_config, read_folder
 from zoo.precision import DTYPES
@@ -139,7 +140,7 @@ def compile_blocks(model: nn.Module) -> None:
     if not blocks:
         raise ValueError(f"sample.compile compiles blocks, and {type(model).__name__} has no list of them")
     for block in blocks:
-        block.compile()
+        compile_block(block)
 
 
 def _load_pipeline(

@@ -16,6 +16,7 @@ from zoo.data import Batch, BatchPlan, Images, InputSpec, check_unreadable, open
 from zoo.data.plan import seed_everything
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.eval.accuracy import predict_all
+from zoo.models.compiling import compile_block
 from zoo.models.timm.model_files import (
     EMA_WEIGHTS,
     WEIGHTS,
@@ -59,7 +60,7 @@ class ClassificationRun(TrainingRun[Batch]):
         for model in filter(None, (self.model, self.setup.objective.teacher)):
             patches_as_products(model)
             for block in getattr(model, "blocks", ()):
-                block.compile()
+                compile_block(block)
 
     def batches(self, first: int, last: int) -> Iterator[Batch]:
         return self.setup.train_images.train(self.plan, first, last)
