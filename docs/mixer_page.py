@@ -1,9 +1,32 @@
-"""Page with all mixers, from their classes: formula, cost, order of the tokens, layout, implementation and source."""
+"""Page with all mixers, from their classes and the result files: formula, cost, tokens, implementation and source."""
 
+import json
 import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
 
+import arena.report
 from zoo.io import markdown_table
 from zoo.mixers import MIXERS, Mixer, MixerConfig
+
+RESULTS = Path(__file__).parent / "results"
+RUNS = ("quality", "power-h100", "quality-digits", "denoisers-h100", "dit-cifar10", "video-clips")
+ARENA = RESULTS / "arena-h100.json"
+BETTER = {"top1": 1, "validation loss": -1, "validation loss of the average": -1}  # measure -> sign of a good one
+SOURCES = ("scratch", "converted", "control")  # of the weights that a run starts from
+STATES = {  # causal class -> numbers that it keeps of earlier tokens, without vectors
+    "Softmax": "2 N D",
+    "HLA2": "2 D^2",
+    "AHLA": "2 D^2",
+    "HLA3": "3 D^2",
+    "SecondOrderBlockMixer": "3 M D^2",
+    "BlockMixer": "M D^2",
+    "DeltaMixer": "D^2",
+    "LinearAttention": "D^2",
+}
+Contests = dict[str, dict[str, float]]  # name of a contest -> mixer -> score, more is better
 
 FORMS = {  # class or base class -> what computes it on CUDA in 16 bits
     "Softmax": "torch SDPA",
@@ -20,48 +43,98 @@ FORMS = {  # class or base class -> what computes it on CUDA in 16 bits
     "Mixer": "Triton",
 }
 COST = re.compile(r"(?:^|[;:.] )((?:(?![;:.] ).)*?) multiplications per head")
-SOURCE = re.compile(r"arXiv (\d{4}\.\d{5})")
+SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|(?:openreview\.net|github\.com)/[\w./?=]*\w")
 HEAD = """# All mixers
 
-Written by `docs/readme_tables.py` from the classes in `zoo/mixers`, whose docstrings have more. N tokens, D channels
-per head, ' the transpose, phi the feature map, A = phi(Q) phi(K)'.
+Written by `docs/readme_tables.py` from the classes in `zoo/mixers`, whose docstrings have more, and from
+`docs/results`. N tokens, D channels per head, ' the transpose, phi the feature map, A = phi(Q) phi(K)'.
 
-- Order: causal is `causal=True`, frames `causal="frame"`.
-- Points: whether sets of tokens without a grid can be mixed. Shared: whether devices can share the tokens.
+- Order: causal is `causal=True`, frame-causal `causal="frame"`. Causal state: numbers per head that are kept of earlier
+  tokens, without vectors of D numbers; M blocks.
+- Tokens: whether they need a grid; "any" includes sets of points. Shared: whether devices can share the tokens.
 - Implementation: for usual two-sided calls on CUDA in 16 bits ([details](mixers.md#triton-kernels)).
+- Best in: experiments of [the results](results/index.md) with the best mean of all mixers but softmax, without softmax
+  layers; bold if also better than softmax there. The means are of one to three seeds, and few experiments compare many
+  mixers. "-": in none.
+- Source: "own" was first defined here.
 
 Options: [mixers and hosts](mixers.md). Quality: [measurements](measurements.md).
 """
+COLUMNS = (
+    "name", "what", "multiplications per head", "order", "causal state", "tokens", "rotary", "shared", "implementation",
+    "best in", "source",
+)  # fmt: skip
 
 
 def page() -> str:
     """Make the page."""
-    head = [
-        "name",
-        "what",
-        "multiplications per head",
-        "order",
-        "points",
-        "rotary",
-        "shared",
-        "implementation",
-        "source",
-    ]
-    return f"{HEAD}\n" + "\n".join(markdown_table(head, [row(name, kind) for name, kind in MIXERS.items()])) + "\n"
+    won = winners(contests())
+    rows = [row(name, kind, won.get(name, [])) for name, kind in MIXERS.items()]
+    return f"{HEAD}\n" + "\n".join(markdown_table(COLUMNS, rows)) + "\n"
 
 
-def row(name: str, kind: type[Mixer]) -> list[str]:
+def row(name: str, kind: type[Mixer], won: list[str]) -> list[str]:
     """Make the row of a mixer."""
     title = " ".join((kind.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
     first = re.sub(r"([|*])", r"\\\1", title)
-    links = [f"[{number}](https://arxiv.org/abs/{number})" for number in found(SOURCE, kind)]
-    flags = [
-        "-" if flag is False else "yes"
-        for flag in (not kind.defaults.needs_grid, kind.takes_rotations, kind.shares_tokens or name == "softmax")
-    ]
-    form = next(FORMS[base.__name__] for base in kind.__mro__ if base.__name__ in FORMS)
-    cost = found(COST, kind)[:1] or ["-"]
-    return [f"`{name}`", first, *cost, order(name, kind), *flags, form, ", ".join(links) or "-"]
+    cost, orders = found(COST, kind)[:1] or ["-"], order(name, kind)
+    state = of_class(STATES, kind) if "causal" in orders else "-"
+    flags = ["yes" if flag else "-" for flag in (kind.takes_rotations, kind.shares_tokens or name == "softmax")]
+    tokens = "grid" if kind.defaults.needs_grid else "any"
+    sources = ", ".join(map(link, found(SOURCE, kind))) or "own"
+    form = of_class(FORMS, kind)
+    return [f"`{name}`", first, *cost, orders, state, tokens, *flags, form, ", ".join(won) or "-", sources]
+
+
+def of_class(table: dict[str, str], kind: type) -> str:
+    """Return the value of the class, or of its nearest base class with one."""
+    return next(table[base.__name__] for base in kind.__mro__ if base.__name__ in table)
+
+
+def link(source: str) -> str:
+    """Make the Markdown link of a source."""
+    if source.startswith("arXiv "):
+        return f"[{source[6:]}](https://arxiv.org/abs/{source[6:]})"
+    site, _, rest = source.partition("/")
+    return f"[{'OpenReview' if 'openreview' in site else rest}](https://{source})"
+
+
+def contests() -> Contests:
+    """Return the best mean score of each mixer in each experiment of the result files."""
+    scores: dict[str, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in (run for name in RUNS for run in json.loads((RESULTS / f"{name}.json").read_text())["rows"]):
+        if counts(run):
+            form = run["mixer"], json.dumps(run["options"], sort_keys=True)
+            name = f"{run['experiment']} ({run['budget'].replace('1 epochs', '1 epoch')})"
+            scores[name][form].append(BETTER[run["metric"]] * run["value"])
+    found: Contests = defaultdict(dict)
+    for name, forms in scores.items():
+        for (mixer, _), values in forms.items():
+            found[name][mixer] = max(mean(values), found[name].get(mixer, -float("inf")))
+    if ARENA.is_file():
+        tasks, mixers, cells = arena.report.by_cell(json.loads(ARENA.read_text()))
+        for task in tasks:
+            for mixer in (m for m in mixers if cells.get((m, task))):
+                name, best = mixer.split()[0], found[task]
+                best[name] = max(arena.report.quality(cells[mixer, task]), best.get(name, -float("inf")))
+    return found
+
+
+def counts(run: dict[str, Any]) -> bool:
+    """Whether a run is a final score of one mixer in all layers, or of its softmax control, on test data."""
+    final = run["metric"] in BETTER and run["source"] in SOURCES and "held out" not in run["data"]
+    return final and run["mixer"] in MIXERS and "keep_softmax" not in run["options"]
+
+
+def winners(scores: Contests) -> dict[str, list[str]]:
+    """Return the contests with at least two mixers other than softmax that each mixer won; bold if it beat softmax."""
+    won = defaultdict(list)
+    for name, found in scores.items():
+        others = {mixer: score for mixer, score in found.items() if mixer != "softmax"}
+        if len(others) > 1:
+            best = max(others, key=lambda mixer: others[mixer])
+            won[best].append(f"**{name}**" if others[best] > found.get("softmax", float("inf")) else name)
+    return won
 
 
 def text(kind: type) -> str:
@@ -81,7 +154,7 @@ def order(name: str, kind: type[Mixer]) -> str:
     """Return which orders of the tokens the mixer has."""
     if hasattr(kind.defaults, "activation"):  # delta rules
         return "scans, causal"
-    causal = ["causal"] * (name == "softmax" or takes(name, True)) + ["frames"] * takes(name, "frame")
+    causal = ["causal"] * (name == "softmax" or takes(name, True)) + ["frame-causal"] * takes(name, "frame")
     return ", ".join(["two-sided", *causal])
 
 

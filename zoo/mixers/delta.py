@@ -247,8 +247,9 @@ class GatedDeltaNet(DeltaMixer):
 class HDLA(DeltaMixer):
     """HDLA S_t = (I - beta_t k_t k_t') diag(f_t) (I - beta_t k_t k_t') S_{t-1} + k_t v_t'.
 
-    Householder-diagonalised linear attention: f_t = sigmoid(W2 W1 x_t + b) per channel, beta_t = 2 sigmoid(w.x_t).
-    The transition is D_t - A_t B_t' of rank 2. `DeltaMixer` has the shapes, options and errors.
+    Householder-diagonalised linear attention (openreview.net/forum?id=HVFjzaQeig): f_t = sigmoid(W2 W1 x_t + b) per
+    channel, beta_t = 2 sigmoid(w.x_t). The transition is D_t - A_t B_t' of rank 2. `DeltaMixer` has the shapes, options
+    and errors.
     """
 
     name = "hdla"

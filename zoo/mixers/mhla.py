@@ -59,11 +59,12 @@ class BlockOptions(BlockedOptions):
 class BlockMixer(BlockedMixer):
     """MHLA o_t = q (Sum_b m_ib P_b) / (q . Sum_b m_ib z_b) for the tokens t of block i, P_b = K_b'V_b, z_b = K_b'1.
 
-    Token-level multi-head linear attention, in the form of the paper: the denominator uses the query of the token.
-    order="ahla" and "hla2" mix two moments of each block and multiply them. The mixing matrix m (option `mixing`) is
-    initialised to a locality prior. The tokens need a grid, (H, W) or (T, H, W). Blocks that do not divide it differ by
-    one token along an axis; class and register tokens form a separate block. Without `blocks`, they are chosen for the
-    grid of the host (`zoo.mixers.block_mixing.choose_blocks`), and with mixing="distance" for the grid of each call.
+    Token-level multi-head linear attention (arXiv 2601.07832), in the form of the paper: the denominator uses the query
+    of the token. order="ahla" and "hla2" mix two moments of each block and multiply them. The mixing matrix m (option
+    `mixing`) is initialised to a locality prior. The tokens need a grid, (H, W) or (T, H, W). Blocks that do not divide
+    it differ by one token along an axis; class and register tokens form a separate block. Without `blocks`, they are
+    chosen for the grid of the host (`zoo.mixers.block_mixing.choose_blocks`), and with mixing="distance" for the grid
+    of each call.
 
     2 N D^2 + M^2 D^2 multiplications per head for M blocks, first order. Options: `BlockOptions`.
     """

@@ -38,7 +38,7 @@ class Polynomial(LinearMixer):
     The default c = (1, 0, 0, 0) equals `la` at initialisation. With `normalize=True` the coefficients are kept positive
     (softplus), since a signed sum can cross zero. With feature_map="identity", normalize=False, center="k" and
     mean_path=True it starts as the first-order Taylor expansion mean(v) + q (K - mean(k))'V / N of softmax. Two-sided
-    only. The orders share one D x D operator per head.
+    only. The orders share one D x D operator per head. Orders as in HLA, arXiv 2510.27258.
 
     6 N D^2 + 4 D^3 multiplications per head. Options: `PolynomialOptions`.
     """

@@ -56,9 +56,9 @@ class Earlier(NamedTuple):
 class Softmax(Mixer):
     """Softmax attention o = softmax(q k' scale) v.
 
-    The only mixer that supports attention masks. q, k, v, o are [B, N, H, D]; 2 N^2 D multiplications per head, with a
-    window of w frames of n tokens 2 w n N D. Options: `SoftmaxOptions`. Raises ValueError for a missing grid, and for
-    frames with a mask.
+    Vaswani et al., arXiv 1706.03762, Eq. 1. The only mixer that supports attention masks. q, k, v, o are [B, N, H, D];
+    2 N^2 D multiplications per head, with a window of w frames of n tokens 2 w n N D. Options: `SoftmaxOptions`. Raises
+    ValueError for a missing grid, and for frames with a mask.
     """
 
     name = "softmax"

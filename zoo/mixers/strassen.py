@@ -112,7 +112,8 @@ class Multilinear(ProductMixer):
 
     The mean over L tokens of sum_d q_d k_1d .. k_Ld (v_1 * .. * v_L), without forming it. k_l and v_l (l > 1) are one
     plus a projection of the hidden states, zero at initialisation, where the mixer equals `la`. With feature_map=
-    "identity", normalize=False and post_norm=True it is the form of the source, FLARE.py (backend `multilinear`).
+    "identity", normalize=False and post_norm=True it is the form of the source, github.com/vpuri3/FLARE.py (backend
+    `multilinear`).
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; (L + 1) N D^2 multiplications per head. Options:
     `MultilinearOptions`. Raises ValueError for a rotary embedding, which one query cannot undo for L keys.

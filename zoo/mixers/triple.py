@@ -33,10 +33,11 @@ class TripleOptions(ProductOptions):
 class Triple(MomentMixer):
     """Triple attention: average of v_j with the weights (q_t.k_j) (r_t.l_j), second queries r and keys l.
 
-    The state is sum_j k_j (x) l_j (x) v_j, D x width x D numbers, linear in the number of tokens. q and k are features
-    as in `la`. r and l are constant plus a projection of the hidden states, zero at initialisation, where the mixer
-    equals `la`; relu keeps them positive unless feature_map="identity". Without `normalize` the sum is divided by the
-    number of tokens. A rotary embedding rotates q and k in the numerator.
+    As in github.com/vpuri3/FLARE.py, with features and a ratio by default. The state is sum_j k_j (x) l_j (x) v_j, D x
+    width x D numbers, linear in the number of tokens. q and k are features as in `la`. r and l are constant plus a
+    projection of the hidden states, zero at initialisation, where the mixer equals `la`; relu keeps them positive
+    unless feature_map="identity". Without `normalize` the sum is divided by the number of tokens. A rotary embedding
+    rotates q and k in the numerator.
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 2 width N D^2 multiplications per head. Options:
     `TripleOptions`.
