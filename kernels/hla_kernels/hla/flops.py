@@ -92,32 +92,20 @@ def _products(run: Callable[..., Any], *inputs: Any) -> int:
     return counter.get_total_flops()
 
 
-@register_flop_formula(torch.ops.hla_kernels.causal)
-def causal_flops(*inputs: Any, out_shape: Any = None) -> int:
-    """Forward from q, k, v."""
-    return _products(evaluate, *inputs)
+def _causal(name: str, run: Callable[..., Any], tensors: int) -> None:
+    """Register the products of the torch form for the causal operators without and with a state, whose arguments start
+    with `tensors` equal ones."""
+    ops, others = torch.ops.hla_kernels, (None, False, "cascade", 0.0, None, 1e-6, 0)
+
+    @register_flop_formula(getattr(ops, f"causal{name}"))
+    def without(*inputs: Any, out_shape: Any = None) -> int:
+        return _products(run, *inputs)
+
+    @register_flop_formula(getattr(ops, f"causal_stages{name}"))
+    def with_state(*inputs: Any, out_shape: Any = None) -> int:
+        kept = inputs[tensors + 3 :] if name else inputs[tensors + 1 :]  # behind the states
+        return _products(run, *inputs[:tensors], *kept[: 4 if name else 3], *others)
 
 
-@register_flop_formula(torch.ops.hla_kernels.causal_backward)
-def causal_backward_flops(*inputs: Any, out_shape: Any = None) -> int:
-    """Operations of the backward: recomputed stages and the backward through them."""
-    return _products(gradient, *inputs)
-
-
-@register_flop_formula(torch.ops.hla_kernels.causal_stages)
-def causal_stages_flops(
-    q: Shape, k: Shape, v: Shape, gamma: Shape | None, first: Shape | None, op: str, feature_map: str | None,
-    normalize: bool, *rest: Any, out_shape: Any = None,
-) -> int:  # fmt: skip
-    """Operations of the torch form, from q, k, v."""
-    return _products(evaluate, q, k, v, gamma, op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6, 0)
-
-
-@register_flop_formula(torch.ops.hla_kernels.causal_stages_backward)
-def causal_stages_backward_flops(
-    grad: Shape, q: Shape, k: Shape, v: Shape, gamma: Shape | None, first: Shape | None, last_grad: Shape | None,
-    saved: Any, gamma_grad: bool, op: str, feature_map: str | None, normalize: bool, *rest: Any, out_shape: Any = None,
-) -> int:  # fmt: skip
-    """Operations of the torch form's backward."""
-    options = (op, feature_map, normalize, None, False, "cascade", 0.0, None, 1e-6, 0)
-    return _products(gradient, grad, q, k, v, gamma, gamma_grad, *options)
+_causal("", evaluate, 4)
+_causal("_backward", gradient, 5)
