@@ -105,7 +105,7 @@ def summed_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     launch(
         summed_weights, call.bh, q, g, ratio, *kept, room, weights, rows, *at, call.n, call.h, call.scale,
         call.spec.eps, ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, PREC=call.prec["PREC"], **summed_widths(call),
-        **call.tiles(sums.weights_config),
+        **sums.SUMS,
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)
 
@@ -117,8 +117,7 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
     call.lay = lay = call.lay.vectors()
     at, a = placed(q, g)
     room, length = room_of(call, g)
-    config = call.tiles(sums.queries_config)
-    count, chunk = sums.query_parts(call.w, call.planned, call.most, config["BN"])
+    count, chunk = sums.query_parts(call.w, call.planned, call.most, sums.SUMS["BN"])
     ratio, rows, ones = call.ratio(), call.buffer(call.bh, 3 * lay.fd), call.buffer(call.bh, count, lay.fd)
     parts = call.buffer(call.bh, count, lay.fd, lay.dv) if count > 1 else None
     sizes = {**summed_widths(call), "KR": length}
@@ -126,7 +125,7 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
     short = {x: sizes[x] for x in ("ORDER", "NORM", "MEAN", "FMAP", "D", "F1", "F2", "OFF", "K", "KR")}
     launch(
         summed_queries, call.bh * count, q, g, ratio, kept.vectors, kept.matrix, kept.units, room, parts, ones, *at,
-        call.n, call.h, chunk, call.spec.eps, ALIGN=a, PREC=prec, PARTS=count, **short, **config,
+        call.n, call.h, chunk, call.spec.eps, ALIGN=a, PREC=prec, PARTS=count, **short, **sums.SUMS,
     )  # fmt: skip
     if at_once:
         at, a = placed(q, k, v, g, *outs)
@@ -138,6 +137,6 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
     weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
     launch(
         summed_middle, call.bh, *kept, room, parts, ones, weights, rows, call.n, call.scale, WOFF=lay.woff, KW=lay.kw,
-        PARTS=count, **sizes, **call.tiles(sums.middle_config),
+        PARTS=count, **sizes, **sums.MIDDLE,
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)

@@ -7,6 +7,9 @@ import torch
 from ..spec import Spec, layout
 from . import AT_ONCE, factor_floats, paths
 
+SUMS = {"BN": 64, "num_warps": 4, "num_stages": 3}  # tiles of `summed_weights` and `summed_queries`
+MIDDLE = {"num_warps": 4, "num_stages": 1}  # of `summed_middle`
+
 
 def keeps_features(w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
     """1 where the backward of a ratio reads the features of q and k, not the tokens: with few tokens one launch has the
@@ -64,25 +67,10 @@ def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
     return {"BN": 64, "BO": 64, "num_stages": 3, **loops, **turns(spec, w, n), "LATE": late, "num_warps": 4}
 
 
-def weights_config() -> dict[str, int]:
-    """Return the tiles of `summed_weights`."""
-    return {"BN": 64, "num_warps": 4, "num_stages": 3}
-
-
 def query_parts(w: dict[str, int], batch_heads: int, n: int, bn: int) -> tuple[int, int]:
     """Return (parts, tokens of a part) of a head in `summed_queries`."""
     count = 2 if paths.narrow(w) and paths.in_two(batch_heads, n) else 1
     return count, -(-n // (count * bn)) * bn
-
-
-def queries_config() -> dict[str, int]:
-    """Return the tiles of `summed_queries`."""
-    return {"BN": 64, "num_warps": 4, "num_stages": 3}
-
-
-def middle_config() -> dict[str, int]:
-    """Warps of `summed_middle`."""
-    return {"num_warps": 4, "num_stages": 1}
 
 
 def tokens_config(spec: Spec) -> dict[str, int]:
