@@ -16,6 +16,7 @@ import torch
 from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.fused import launch
 from hla_kernels.blockmix.fused.mixing import launch as mixing
+from hla_kernels.blockmix.fused import pair_launch as pairs
 from tests.ops.blockmix.fused_cases import options_of
 from tests.ops.fused.offline.gate import Recorder, calls_of
 from tests.ops.fused.offline.judge import compile_call, key
@@ -25,7 +26,7 @@ def record(o, b: int, h: int, d: int, kind: str = "") -> list:
     """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens."""
     kernels = [
         (module, name, kernel)
-        for module in (launch, mixing)
+        for module in (launch, mixing, pairs)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]

@@ -138,3 +138,26 @@ def test_why_not():
     assert "no power of two" in fused.why_not(wide, wide, wide, o._replace(rotary_half=True), (q, q))
     explained = hk.explain("mhla", q, q, q, torch.ones(4, 4), grid=(4, 5), blocks=(2, 2))
     assert explained.impl == "torch" and "CUDA" in explained.why_not["triton"]
+
+
+FEW = {"feature_map": None}
+PAIRS = [
+    ((5, 7), (2, 1), 1, FEW, (2, 2, 16, 16), FULL, {"mean": 1.0, "positive": True}),
+    ((3, 4, 6), (2, 2, 1), 0, {**PLAIN, "scale": 0.2}, (1, 2, 40, 16), FULL, {"layout": "strided"}),
+    ((5, 17), (2, 3), 2, FEW, (1, 2, 72, 72), HALF, {"heads": True, "mask": True, "mean": 1.0, "positive": True}),
+    ((70,), (4,), 0, FEW, (1, 2, 32, 48), FULL, {"group": 2, "positive": True}),
+    ((8, 9), (4, 9), 0, PLAIN, (1, 1, 32, 32), HALF, {"mask": True}),
+]
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda c: "-".join(str(x) for x in (c[0], *c[3].values(), c[4][2])))
+def test_by_pairs(monkeypatch, case):
+    """The form for few tokens, which no call of these dtypes takes by itself."""
+    grid, blocks, prefix, options, sizes, dtype, more = case
+    monkeypatch.setattr(fused, "by_pairs", lambda *a: True)
+    o = options_of(grid, blocks, prefix, **options)
+    tensors, grad, mask = make(o, sizes, dtype, **more)
+    got = triton_form(monkeypatch, o, tensors, grad, mask)
+    check(o, got, tensors, grad, mask, TOLERANCE[dtype])
+    if mask is not None:
+        assert not any(bool(x[~mask].any()) for x in got[:4])

@@ -19,9 +19,10 @@ def options_of(grid, blocks, prefix=0, **options) -> BlockOptions:
     return BlockOptions(Layout(grid, blocks, prefix), **options)
 
 
-def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=False, mask=False, mean=0.0, group=1):
+def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=False, mask=False, mean=0.0, group=1,
+         positive=False):  # fmt: skip
     """(q, k, v, mixing), the output's gradient and a mask or None; sizes (B, H, D, Dv), `group` heads share a key head.
-    Values have a mean. Layouts: views of a packed qkv, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
+    Values have a mean; positive: queries and keys are positive. Layouts: views of a packed qkv, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
     (b, h, d, dv), n, m = sizes, o.layout.n_tokens, o.layout.n_blocks
     g = torch.Generator(device).manual_seed(n + d)
 
@@ -34,6 +35,8 @@ def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=
     else:
         parts = ((h, d, 0), (h // group, d, 0), (h // group, dv, mean))
         q, k, v = ((draw(b, heads_, n, w) + more).to(dtype).transpose(1, 2) for heads_, w, more in parts)
+    if positive:
+        q.abs_(), k.abs_()
     mixing = torch.rand((h, m, m) if heads else (m, m), generator=g, device=device)
     keep = torch.rand(b, n, generator=g, device=device) < 0.7 if mask else None
     grad = draw(b, n, h, dv).to(dtype)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hla_kernels as hk
+from hla_kernels.blockmix import fused
 from hla_kernels.dispatch import recording
 from tests.helpers.error_rule import relative_error
 from tests.ops.blockmix.fused_cases import NAMES, angles_of, make, options_of, torch_form, triton_form
@@ -23,11 +24,12 @@ pytestmark = [
 ]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PLAIN, BARE, ELU1 = {"feature_map": None, "normalize": False}, {"normalize": False}, {"feature_map": "elu1"}
+FEW, PLAIN, BARE, ELU1 = {"feature_map": None}, {"feature_map": None, "normalize": False}, {"normalize": False}, {"feature_map": "elu1"}
 SOFTMAX = {"feature_map": "softmax"}
 EXACT, AHLA, HLA2 = {"moments": "float32"}, {"order": "ahla"}, {"order": "hla2"}
 WAN = ((21, 30, 50), (7, 3, 5), 0)
-# grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs ("turned": rotary tables, of one or of all heads)
+# grid, blocks, prefix, options, (B, H, D, Dv), dtype, inputs ("turned": rotary tables, of one or of all heads; "pairs":
+# the form for few tokens)
 CASES = [
     ((7, 9), (2, 3), 1, {}, (2, 2, 32, 32), BF16, {}),
     ((21, 30, 50), (7, 3, 5), 0, {}, (1, 2, 128, 128), BF16, {}),
@@ -40,11 +42,12 @@ CASES = [
     ((200,), (200,), 0, {}, (2, 2, 64, 64), BF16, {}),
     ((37, 41), (3, 4), 5, {}, (2, 2, 72, 72), FP16, {"heads": True, "mask": True}),
     ((37, 41), (3, 4), 5, PLAIN, (2, 2, 64, 64), FP16, {}),
-    ((14, 14), (2, 7), 1, {}, (4, 6, 64, 64), BF16, {"mean": 1.0}),
+    ((14, 14), (2, 7), 1, FEW, (4, 6, 64, 64), BF16, {"mean": 1.0, "pairs": True, "positive": True}),
+    ((14, 14), (4, 4), 1, FEW, (2, 6, 64, 64), BF16, {"heads": True, "mean": 2.0, "pairs": True, "positive": True}),
     ((14, 14), (7, 2), 1, ELU1, (2, 4, 64, 64), BF16, {"heads": True, "mean": 1.0}),
-    ((16, 16), (4, 4), 0, BARE, (2, 4, 72, 72), BF16, {"mask": True}),
-    ((16, 16), (4, 4), 0, ELU1, (2, 4, 72, 48), BF16, {"group": 2}),
-    ((20, 20), (5, 4), 0, PLAIN, (1, 2, 128, 128), BF16, {"layout": "strided"}),
+    ((16, 16), (4, 4), 0, PLAIN, (2, 4, 72, 72), BF16, {"mask": True, "pairs": True}),
+    ((16, 16), (8, 8), 0, FEW, (2, 4, 72, 48), BF16, {"group": 2, "pairs": True, "positive": True}),
+    ((20, 20), (5, 4), 0, PLAIN, (1, 2, 128, 128), BF16, {"layout": "strided", "pairs": True}),
     ((12, 12), (3, 4), 0, SOFTMAX, (1, 4, 128, 128), BF16, {"mean": 1.0}),
     ((600,), (600,), 0, {}, (1, 4, 64, 64), BF16, {"group": 2, "mean": 1.0}),
     ((32, 33), (4, 5), 3, {}, (2, 4, 64, 64), FP32, {}),
@@ -90,7 +93,8 @@ def test_error_and_bits(monkeypatch, case):
     grid, blocks, prefix, options, sizes, dtype, more = case
     o, turned = options_of(grid, blocks, prefix, **options), more.get("turned")
     rotary = angles_of(o, sizes, "cuda", turned == "all") if turned else None
-    more = {name: x for name, x in more.items() if name != "turned"}
+    monkeypatch.setattr(fused, "by_pairs", lambda *a: "pairs" in case[-1])
+    more = {name: x for name, x in more.items() if name not in ("turned", "pairs")}
     tensors, grad, mask = make(o, sizes, dtype, device="cuda", **more)
     truth, plain = (torch_form(o, tensors, grad, mask, x, rotary) for x in (torch.float64, dtype))
     if o.moments != "float32":
@@ -114,8 +118,10 @@ def call(tensors, **options):
 WHERE = {"grid": (16, 17), "blocks": (3, 4), "prefix": 2}
 
 
-def test_packed_compile_autocast_and_capture(monkeypatch):
+@pytest.mark.parametrize("pairs", [False, True])
+def test_packed_compile_autocast_and_capture(monkeypatch, pairs):
     """The repeated call, one packed gradient, a full graph, autocast and a replay have the bits of the plain call."""
+    monkeypatch.setattr(fused, "by_pairs", lambda *a: pairs)
     monkeypatch.setattr(recording, "RECORDINGS", {})
     o = options_of(*WHERE.values())
     tensors, _, _ = make(o, (2, 4, 64, 64), BF16, device="cuda")

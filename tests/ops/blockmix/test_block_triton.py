@@ -22,7 +22,7 @@ COMPILED = (
     ('{"order": "hla2", "feature_map": "elu1"}', *DIT),
     ('{"order": "ahla", "normalize": false}', *WAN, "rotary"),
     ("{}", "8", "16", "32,32", "4,4", "72"),
-    ("{}", "256", "6", "8,8", "4,4", "64"),
+    ("{}", "256", "6", "8,8", "4,4", "64"),  # by pairs
 )
 
 
@@ -40,11 +40,12 @@ WAN_GRIDS, FEW = ((21, 30, 50), (9, 31, 17), (21, 30, 52)), ((9, 11), (8, 13), (
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("grids", "blocks"), [(WAN_GRIDS, (7, 3, 5)), (FEW, (3, 4))], ids=["many", "few"])
+@pytest.mark.parametrize(("grids", "blocks"), [(WAN_GRIDS, (7, 3, 5)), (FEW, (3, 4))], ids=["blocks", "pairs"])
 def test_another_number_of_tokens_compiles_nothing(grids, blocks, normalize):
     """The same kernels for grids in as many blocks: numbers that are specialised on would show as constants."""
     from hla_kernels.blockmix.fused import tokens
     from hla_kernels.blockmix.fused.mixing import kernels as mixing
+    from hla_kernels.blockmix.fused import pairs
     from tests.ops.blockmix.block_gate import key, record
     from tests.ops.blockmix.fused_cases import options_of
 
@@ -54,5 +55,5 @@ def test_another_number_of_tokens_compiles_nothing(grids, blocks, normalize):
         found.append({key(*call) for call in calls})
         for fn, args, _ in calls:
             numbers = [name for name, x in zip(fn.arg_names, args, strict=False) if isinstance(x, int | tuple)]
-            assert set(numbers) <= {*mixing.NO_SPECIALIZE, *tokens.NO_SPECIALIZE}, fn.__name__
+            assert set(numbers) <= {*mixing.NO_SPECIALIZE, *tokens.NO_SPECIALIZE, *pairs.NO_SPECIALIZE}, fn.__name__
     assert found[0] == found[1] == found[2]

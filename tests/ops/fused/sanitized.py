@@ -56,7 +56,7 @@ WHOLE = (
 # options, grid, blocks, prefix, (B, H, D, Dv), dtype, keywords of `fused_cases.make` (and turned: rotary tables)
 BLOCKS = (
     ({}, (20, 21), (2, 3), 3, (2, 2, 72, 72), BF16, {"mask": True}),
-    ({}, (6, 7), (3, 3), 3, (2, 2, 72, 72), BF16, {"mask": True}),
+    ({}, (6, 7), (3, 3), 3, (2, 2, 72, 72), BF16, {"mask": True}),  # by pairs
     ({}, (32, 33), (1, 1), 0, (1, 2, 64, 64), FP16, {}),
     ({"feature_map": None, "normalize": False}, (32, 32), (4, 4), 0, (1, 2, 128, 128), BF16, {}),
     ({"order": "ahla"}, (12, 13), (2, 3), 1, (2, 2, 64, 64), BF16, {"turned": True, "group": 2}),

@@ -4,7 +4,7 @@
     backward  (operators) -> d operator, dq -> dX~ -> dX = m' dX~, d mixing -> dk, dv
 
 Reading order: spec (what it runs, buffers), geometry (tokens of a block), tokens (vocabulary), features (rotary tables,
-digits), reduce, mixing, apply, orders (`ahla`, `hla2`), plan (the static table), launch. Tiles and feature maps are
+digits), reduce, mixing, apply, orders (`ahla`, `hla2`), pairs (few tokens), plan (the static table), launch. Tiles and feature maps are
 shared with `hla.fused`. The first call imports Triton.
 
 Rounded to the dtype of the tokens: local and mixed moments of first order (exceptions in `spec.moments_dtype`),
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..options import BlockOptions
-from .spec import Sizes, moments_dtype, why_not
+from .spec import Sizes, by_pairs, moments_dtype, why_not
 
 __all__ = ["backward", "forward", "saved_floats", "why_not"]
 
@@ -27,6 +27,8 @@ __all__ = ["backward", "forward", "saved_floats", "why_not"]
 def saved_floats(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> int | torch.SymInt:
     """Return the length of the float32 buffer that `forward` fills for `backward`. The last argument: with rotary
     tables."""
+    if by_pairs(q, v, o, turned):
+        return q.shape[0] * q.shape[2] * q.shape[1] * (v.shape[3] + 1) * o.normalize
     dtype = moments_dtype(q.dtype, o, turned)
     return q.shape[0] * q.shape[2] * Sizes.of(o, q.shape[1], q.shape[3], v.shape[3], dtype).saved
 
@@ -37,12 +39,17 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o [B, N, H, Dv], contiguous, from q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv], and a buffer for
     `backward` (empty without `save`)."""
+    from . import pair_launch
     from .launch import Call, forward_call
 
     call = Call(q, k, v, mixing, o, mask, rotary)
     new = torch.empty if mask is None else torch.zeros  # padded tokens are not written
     out = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    buffer = call.buffer(saved_floats(q, v, o, rotary is not None))
+    pairs = by_pairs(q, v, o, rotary is not None)
+    buffer = call.buffer(saved_floats(q, v, o, rotary is not None) if save or not pairs else 0)
+    if pairs:
+        pair_launch.forward_call(call, out, buffer)
+        return out, buffer
     forward_call(call, out, buffer)
     return out, buffer if save else call.buffer(0)
 
@@ -53,10 +60,14 @@ def backward(
 ) -> Tensor:  # fmt: skip
     """Write dq, dk, dv into `outs` (any strides with contiguous last dimension) and return d mixing. saved: the buffer
     of `forward`; if it is empty, moments are recomputed."""
+    from . import pair_launch
     from .launch import Call, backward_call
 
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     call = Call(q, k, v, mixing, o, mask, rotary)
-    if saved.numel() == 0:
+    pairs = by_pairs(q, v, o, rotary is not None)
+    if saved.numel() == 0 and (o.normalize or not pairs):
         saved = forward(q, k, v, mixing, o, mask, rotary, save=True)[1]
+    if pairs:
+        return pair_launch.backward_call(call, grad, outs, saved)
     return backward_call(call, grad, outs, saved)
