@@ -4,11 +4,12 @@
     backward  (operators) -> d operator, dq -> dX~ -> dX = m' dX~, d mixing -> dk, dv
 
 Reading order: spec (what it runs, buffers), geometry (tokens of a block), tokens (vocabulary), features (rotary tables,
-digits), reduce, mixing, apply, orders (`ahla`, `hla2`), pairs (few tokens), plan (the static table), launch. Tiles and feature maps are
-shared with `hla.fused`. The first call imports Triton.
+digits), reduce, mixing, apply, orders (`ahla`, `hla2`), pairs (few tokens, without moments), plan (the static table),
+launch. Tiles and feature maps are shared with `hla.fused`. The first call imports Triton.
 
 Rounded to the dtype of the tokens: local and mixed moments of first order (exceptions in `spec.moments_dtype`),
-operators and outputs. Not rounded: the mixing matrix and features. Rotary tables of bfloat16 tokens are read in
+operators, outputs, and the weights and the mixing matrix in the form by pairs. Not rounded otherwise: the mixing matrix
+and features. Rotary tables of bfloat16 tokens are read in
 float16. Ratios are computed for v minus its mean. On an H200, errors of o, dq, dk and dv of
 bfloat16 tokens are at most 1.9 times the errors of the torch form, which come from rounding the output.
 """
