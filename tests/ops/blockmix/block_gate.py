@@ -15,8 +15,8 @@ import torch
 
 from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.fused import launch
-from hla_kernels.blockmix.fused.mixing import launch as mixing
 from hla_kernels.blockmix.fused import pair_launch as pairs
+from hla_kernels.blockmix.fused.mixing import launch as mixing
 from tests.ops.blockmix.fused_cases import options_of
 from tests.ops.fused.offline.gate import Recorder, calls_of
 from tests.ops.fused.offline.judge import compile_call, key

@@ -22,7 +22,8 @@ def options_of(grid, blocks, prefix=0, **options) -> BlockOptions:
 def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=False, mask=False, mean=0.0, group=1,
          positive=False):  # fmt: skip
     """(q, k, v, mixing), the output's gradient and a mask or None; sizes (B, H, D, Dv), `group` heads share a key head.
-    Values have a mean; positive: queries and keys are positive. Layouts: views of a packed qkv, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
+    Values have a mean; positive: queries and keys are.
+    Layouts: views of a packed qkv, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
     (b, h, d, dv), n, m = sizes, o.layout.n_tokens, o.layout.n_blocks
     g = torch.Generator(device).manual_seed(n + d)
 

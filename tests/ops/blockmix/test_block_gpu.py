@@ -24,7 +24,8 @@ pytestmark = [
 ]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FEW, PLAIN, BARE, ELU1 = {"feature_map": None}, {"feature_map": None, "normalize": False}, {"normalize": False}, {"feature_map": "elu1"}
+FEW, BARE, ELU1 = {"feature_map": None}, {"normalize": False}, {"feature_map": "elu1"}
+PLAIN = {**FEW, **BARE}
 SOFTMAX = {"feature_map": "softmax"}
 EXACT, AHLA, HLA2 = {"moments": "float32"}, {"order": "ahla"}, {"order": "hla2"}
 WAN = ((21, 30, 50), (7, 3, 5), 0)

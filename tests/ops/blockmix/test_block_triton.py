@@ -43,9 +43,8 @@ WAN_GRIDS, FEW = ((21, 30, 50), (9, 31, 17), (21, 30, 52)), ((9, 11), (8, 13), (
 @pytest.mark.parametrize(("grids", "blocks"), [(WAN_GRIDS, (7, 3, 5)), (FEW, (3, 4))], ids=["blocks", "pairs"])
 def test_another_number_of_tokens_compiles_nothing(grids, blocks, normalize):
     """The same kernels for grids in as many blocks: numbers that are specialised on would show as constants."""
-    from hla_kernels.blockmix.fused import tokens
+    from hla_kernels.blockmix.fused import pairs, tokens
     from hla_kernels.blockmix.fused.mixing import kernels as mixing
-    from hla_kernels.blockmix.fused import pairs
     from tests.ops.blockmix.block_gate import key, record
     from tests.ops.blockmix.fused_cases import options_of
 
