@@ -13,7 +13,7 @@ from zoo.mixers import MIXERS, Mixer, MixerConfig
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = ("quality", "power-h100", "quality-digits", "denoisers-h100", "dit-cifar10", "video-clips")
-ARENA = RESULTS / "arena-h100.json"
+ARENA = RESULTS / "arena.json"
 BETTER = {"top1": 1, "validation loss": -1, "validation loss of the average": -1}  # measure -> sign of a good one
 SOURCES = ("scratch", "converted", "control")  # of the weights that a run starts from
 STATES = {  # causal class -> numbers that it keeps of earlier tokens, without vectors

@@ -136,6 +136,11 @@ def test_vlt_names():
     assert timm.create_model("vlt_la_small", device="meta").default_cfg["architecture"] == "vlt_la_small"
 
 
+def test_vlt_has_no_weights():
+    with pytest.raises(ValueError, match="no published weights of vlt_la_small, nor of its base model"):
+        timm.create_model("vlt_la_small", pretrained=True)
+
+
 @pytest.mark.parametrize("mixer", ["la", "mhla"])
 def test_vlt_runs_and_is_saved(mixer, tmp_path):
     model = timm.create_model(f"vlt_{mixer}_small", **NARROW, mixer_options={"lepe": 3}).eval()

@@ -16,6 +16,7 @@ from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
     get_pretrained_cfg,
+    is_model_pretrained,
     model_entrypoint,
     register_model,
 )
@@ -121,10 +122,9 @@ def build_converted(
         if "No pretrained weights" not in str(error):
             raise
         mixer = conversions[0]["mixer"]
-        raise ValueError(
-            f"there are no published weights of {name}: convert the base model, "
-            f"model = timm.create_model({base!r}, pretrained=True); zoo.convert(model, {mixer!r})"
-        ) from error
+        way = f"model = timm.create_model({base!r}, pretrained=True); zoo.convert(model, {mixer!r})"
+        hint = f": convert the base model, {way}" if is_model_pretrained(base) else ", nor of its base model"
+        raise ValueError(f"there are no published weights of {name}{hint}") from error
     if not made:
         raise ValueError(f"{name} cannot be built from {base}: its timm entrypoint is not supported")
     return model

@@ -17,8 +17,8 @@ default_cfgs = generate_default_cfgs({"vlt_small": {**FIELDS, "classifier": "hea
 def vlt_small(pretrained: bool = False, **kwargs) -> MetaFormer:
     """CAFormer-S18 with attention instead of convolutions in the first two stages, for training from scratch.
 
-    As large as the VLT-S of the MHLA paper, whose layers are not published; 3,136 tokens in the first stage at 224
-    pixels. keywords: as for timm's MetaFormer.
+    26.3 M parameters; the VLT-S of the MHLA paper, whose layers are not published, has 27 M. 3,136 tokens in the first
+    stage at 224 pixels. keywords: as for timm's MetaFormer.
     """
     layers = {"depths": [3, 3, 9, 3], "dims": [64, 128, 320, 512]}
     modules = {"token_mixers": Attention, "norm_layers": LayerNormNoBias}
