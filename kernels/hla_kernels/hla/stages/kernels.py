@@ -14,7 +14,9 @@ from .tiles import FREE, column, log2_of, powers, product, rounded, rows_of, til
 
 
 @triton.jit
-def added(state, y, z, ye, kept, power, DECAY: tl.constexpr, SCORED: tl.constexpr, TF32: tl.constexpr):
+def added(
+    state, y, z, ye, kept, power, DECAY: tl.constexpr, EXACT: tl.constexpr, SCORED: tl.constexpr, TF32: tl.constexpr
+):  # fmt: skip
     """Return the state (H, its row for the extra channel of y) after a chunk; power: the decay of each token until the
     chunk's end, kept: the decay of the state."""
     h, row = state
@@ -22,8 +24,8 @@ def added(state, y, z, ye, kept, power, DECAY: tl.constexpr, SCORED: tl.constexp
     if DECAY:
         h = h * kept
         zf = zf * power[:, None]
-        # the gradient of the decay is a difference of large sums over such states: their rounding would decide it
-        h = product(tl.trans(y), rounded(zf - rounded(zf, z, TF32).to(tl.float32), z, TF32), h, TF32)
+        if EXACT:  # the gradient of the decay is a difference of large sums over such states: rounding would decide it
+            h = product(tl.trans(y), rounded(zf - rounded(zf, z, TF32).to(tl.float32), z, TF32), h, TF32)
         h = product(tl.trans(y), rounded(zf, z, TF32), h, TF32)
     else:
         h = product(tl.trans(y), z, h, TF32)
@@ -81,7 +83,7 @@ def states(
     TOKENS, EXTRAS, LOG2, OUT, at, sizes,
     Y: tl.constexpr, Z: tl.constexpr, WY: tl.constexpr, WZ: tl.constexpr, YP: tl.constexpr, BZ: tl.constexpr,
     C: tl.constexpr, SIZE: tl.constexpr, SCORED: tl.constexpr, VALUED: tl.constexpr, REVERSE: tl.constexpr,
-    FRAME: tl.constexpr, TF32: tl.constexpr,
+    FRAME: tl.constexpr, EXACT: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """Compute the own state of a segment, the sum over its tokens alone, into OUT [B H, segments, SIZE], but of the
     last one, behind which there are no tokens (unless FRAME). sizes: N, heads, segments, tokens per segment."""
@@ -112,7 +114,7 @@ def states(
             ye = column(EXTRAS, at, Y, b, h, row, inside, heads, N)
         power = powers(log2, i if REVERSE else n - 1 - i, LOG2 is not None)
         kept = powers(log2, n, LOG2 is not None)
-        state = added(state, y, z, ye, kept, power, LOG2 is not None, SCORED, TF32)
+        state = added(state, y, z, ye, kept, power, LOG2 is not None, EXACT, SCORED, TF32)
         if VALUED:
             col = added_column(col, y, column(EXTRAS, at, Z, b, h, row, inside, heads, N), kept, power)
     OUT += (bh.to(tl.int64) * segments + segment) * SIZE
@@ -233,7 +235,7 @@ def outputs(
     eps, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr, WIDTHS: tl.constexpr, SIZES: tl.constexpr,
     WZ: tl.constexpr, XP: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, SCORED: tl.constexpr, VALUED: tl.constexpr,
     DIVIDED: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr, INTRA: tl.constexpr, INNER: tl.constexpr,
-    TF32: tl.constexpr,
+    EXACT: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT of the tokens of a segment, the sum of the terms. sizes as in `states`.
 
@@ -320,7 +322,7 @@ def outputs(
             if SCORED[m]:
                 whole += xe[:, None] * state[1][None, :]
             if not FRAME:
-                state = added(state, y, z, ye, kept, leaving, LOG2 is not None, SCORED[m], TF32)
+                state = added(state, y, z, ye, kept, leaving, LOG2 is not None, EXACT, SCORED[m], TF32)
             after = after + (state,)  # type: ignore[assignment]  # noqa: RUF005
         held = after
         out = (whole * entering[:, None] + tl.trans(turned)) * scale

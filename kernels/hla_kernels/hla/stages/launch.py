@@ -62,6 +62,11 @@ class Pass:
         self.heads, self.log2, self.scale, self.frame = heads, log2, scale, frame
         self.sums: Sums | None = None
 
+    @property
+    def exact(self) -> bool:
+        """Whether states of tokens times decays are not rounded."""
+        return self.sums is not None
+
     def run(
         self, *terms: Term, reverse: bool = False, extra: bool = False, eps: float | None = None,
         dtype: torch.dtype | None = None, partner: Tensor | None = None, counted: int = 3, pairs: bool = False,
@@ -131,8 +136,8 @@ class Pass:
             at, None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
             Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width, XP=tuple(map(padded, widths)),
             BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
-            FRAME=self.frame > 0, INTRA=pairs and partner is not None, INNER=inner, TF32=in_tf32(z.dtype),
-            **warps(max(width, *widths), self.log2 is not None),
+            FRAME=self.frame > 0, INTRA=pairs and partner is not None, INNER=inner, EXACT=self.exact, TF32=in_tf32(z.dtype),
+            **warps(max(width, *widths), partner is not None and (pairs or reverse)),
         )  # fmt: skip
         if found is not None and self.sums is not None:
             self.sums.add(found, p.tokens, reverse)
@@ -155,8 +160,8 @@ class Pass:
         launch(
             states, (bh * (segments if frame else segments - 1), -(-wz // block)),
             *given, self.log2, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=padded(wy), BZ=block, C=CHUNK, SIZE=size,
-            SCORED=scored, VALUED=valued, REVERSE=reverse, FRAME=frame, TF32=in_tf32(term[0].x.dtype),
-            **warps(max(wy, wz), False),
+            SCORED=scored, VALUED=valued, REVERSE=reverse, FRAME=frame, EXACT=self.exact,
+            TF32=in_tf32(term[0].x.dtype), **warps(max(wy, wz), False),
         )  # fmt: skip
         launch(
             carry, (bh, triton.cdiv(size, 1024)),

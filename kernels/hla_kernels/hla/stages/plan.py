@@ -49,6 +49,7 @@ def together(widest: int, decay: bool, extra: bool) -> int:
     return 1 if decay or extra or widest > 64 else 2
 
 
-def warps(widest: int, decay: bool) -> dict[str, int]:
-    """Return the launch options for tiles of `widest` channels."""
-    return {"num_warps": 8 if widest > 64 or decay else 4, "num_stages": 2}
+def warps(widest: int, many: bool) -> dict[str, int]:
+    """Return the launch options for tiles of `widest` channels; many: 4 warps would have too few registers. 8 warps
+    compute products of 64 rows twice, at half the speed."""
+    return {"num_warps": 8 if widest > 64 or many else 4, "num_stages": 2}
