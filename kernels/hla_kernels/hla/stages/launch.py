@@ -136,8 +136,8 @@ class Pass:
             at, None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
             Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width, XP=tuple(map(padded, widths)),
             BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
-            FRAME=self.frame > 0, INTRA=pairs and partner is not None, INNER=inner, EXACT=self.exact, TF32=in_tf32(z.dtype),
-            **warps(max(width, *widths), partner is not None and (pairs or reverse)),
+            FRAME=self.frame > 0, INTRA=pairs and partner is not None, INNER=inner, EXACT=self.exact,
+            TF32=in_tf32(z.dtype), **warps(max(width, *widths), partner is not None and (pairs or reverse)),
         )  # fmt: skip
         if found is not None and self.sums is not None:
             self.sums.add(found, p.tokens, reverse)
