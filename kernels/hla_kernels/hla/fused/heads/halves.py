@@ -190,19 +190,6 @@ def half_operator(m, u, t, ORDER: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.jit
-def computed_operator(m, u, t):
-    """`half_operator` of hla3 for t that was computed: it is operand B alone, which tensor cores read in shared memory
-    (see `again`)."""
-    a = trans4(m[0])
-    b = trans4(t)
-    m11 = tl.dot(a[1], b[2], tl.dot(a[0], b[0]))
-    m12 = tl.dot(a[1], b[3], tl.dot(a[0], b[1]))
-    m21 = tl.dot(a[3], b[2], tl.dot(a[2], b[0]))
-    m22 = tl.dot(a[3], b[3], tl.dot(a[2], b[1]))
-    return scale4((m11, m12, m21, m22), u[0] * u[1] * u[2])
-
-
-@triton.jit
 def half_weight(m, u, t, dm, pd, s, NAME: tl.constexpr, ORDER: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr):
     """WP', WS, WC', WR' or WW (NAME 0 .. 4) of `algebra.weights` in a dtype; t = S W, pd = P dM' in units of their
     factors, s the scale of a moment times the unit of dM'."""

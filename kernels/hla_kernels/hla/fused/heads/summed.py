@@ -27,17 +27,7 @@ from ..tiles import (
     zeros2,
 )
 from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of, stagger
-from .halves import (
-    computed_operator,
-    factors_of,
-    get_factors,
-    half,
-    half_operator,
-    put_factors,
-    put_matrix,
-    put_three,
-    times,
-)
+from .halves import factors_of, get_factors, half, half_operator, put_factors, put_matrix, put_three, times
 from .summed_algebra import (
     anchor_ones,
     gradient_of_head,
@@ -176,10 +166,7 @@ def summed_forward(
     if ORDER == 1:
         out = cast4(x, q.dtype.element_ty)
     else:
-        if ORDER == 4 and F2 > 0 and not NORM:  # a ratio would spill
-            mt = computed_operator(factor, u, t)
-        else:
-            mt = half_operator(factor, u, t, ORDER, F2)
+        mt = half_operator(factor, u, t, ORDER, F2)
         if NORM:
             a = anchor_ones(mt, m1, F2)
             row = axpy2(row, 1.0, a, F2)
