@@ -56,16 +56,12 @@ class Sums:
 
 class Pass:
     """Launches on the tokens of one call with H query heads; log2: log2 of the decay per query head, float32 [H], or
-    None; frame: tokens per frame, 0 for causal tokens; sums: for the gradient of the decay, or None."""
+    None; exact: do not round tokens times decays in states; frame: tokens per frame, 0 for causal tokens; sums: for the
+    gradient of the decay, or None."""
 
-    def __init__(self, heads: int, log2: Tensor | None, scale: float, frame: int) -> None:
-        self.heads, self.log2, self.scale, self.frame = heads, log2, scale, frame
+    def __init__(self, heads: int, log2: Tensor | None, exact: bool, scale: float, frame: int) -> None:
+        self.heads, self.log2, self.exact, self.scale, self.frame = heads, log2, exact, scale, frame
         self.sums: Sums | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Whether states of tokens times decays are not rounded."""
-        return self.sums is not None
 
     def run(
         self, *terms: Term, reverse: bool = False, extra: bool = False, eps: float | None = None,
@@ -137,7 +133,7 @@ class Pass:
             Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width, XP=tuple(map(padded, widths)),
             BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
             FRAME=self.frame > 0, INTRA=pairs and partner is not None, INNER=inner, EXACT=self.exact,
-            TF32=in_tf32(z.dtype), **warps(max(width, *widths), partner is not None and (pairs or reverse)),
+            TF32=in_tf32(z.dtype), **warps(max(width, *widths), pairs and partner is not None),
         )  # fmt: skip
         if found is not None and self.sums is not None:
             self.sums.add(found, p.tokens, reverse)
