@@ -126,6 +126,7 @@ class Pass:
         found = None
         if partner is not None:
             found = torch.empty((b, self.heads, p.segments, p.blocks, 3), dtype=torch.float32, device=z.device)
+        many = (in_tf32(z.dtype) and self.log2 is not None) or (partner is not None and (pairs or reverse))
         launch(
             outputs, (b * self.heads * p.segments, p.blocks),
             *given, held, after, self.log2, None if before is None else before.x, out, out_extra, rest, partner, found,
@@ -133,7 +134,7 @@ class Pass:
             Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width, XP=tuple(map(padded, widths)),
             BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
             FRAME=self.frame > 0, INTRA=pairs and partner is not None, INNER=inner, EXACT=self.exact,
-            TF32=in_tf32(z.dtype), **warps(max(width, *widths), pairs and partner is not None),
+            TF32=in_tf32(z.dtype), **warps(max(width, *widths), many),
         )  # fmt: skip
         if found is not None and self.sums is not None:
             self.sums.add(found, p.tokens, reverse)
