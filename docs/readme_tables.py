@@ -37,10 +37,12 @@ PAGES = {  # name -> title and table of the page with all rows
     "fidelity-h100": ("Adaptive multipole: closeness to softmax", tables.fidelity),
     "adaptive-conversions-h100": ("Adaptive multipole: fine-tuned", tables.experiments),
     "kernels-h200": ("Operators", report.kernels),
+    "block-pairs-h200": ("Block mixing of few tokens", tables.plain),
     "multipole-h200": ("Operator multipole", report.multipole),
     "adaptive-h100": ("Operator adaptive multipole, 1,024 tokens", report.TEXT["adaptive"]),
     "adaptive-kernels-h200": ("Operator adaptive multipole", tables.adaptive_kernels),
     "causal-h200": ("Causal operators", tables.plain),
+    "causal-forms-h200": ("Causal operators: decays, ratios, frames, decoding, delta rules", report.TEXT["causal"]),
     "causal-h100": ("Causal operators with ratios", report.TEXT["causal"]),
     "two-kernels-h100": ("Two generic kernels instead of one per head", tables.two_kernels),
     "models-h200": ("ViT-S and DiT-XL/2", report.models),
@@ -49,6 +51,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "video-h200": ("Large models", report.video),
     "arena": ("Small tasks", arena.report.text),
     "arena-speed": ("Small tasks, speed", tables.plain),
+    "scaling-h200": ("Several GPUs", report.TEXT["scaling"]),
     "wan-finetuning": ("Training steps of Wan2.1-1.3B", tables.finetuning),
 }
 SUMMARIES = {  # tables of other pages, if not those of PAGES

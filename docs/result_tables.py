@@ -275,7 +275,8 @@ def adaptive_kernels(result: dict) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in result["rows"]:
         timed = [
-            f"{row[f'{p}_us']} ({row[f'cudnn_{p}_us'] / row[f'{p}_us']:.2f}x)" for p in ("forward", "forward_backward")
+            f"{row[f'{p}_us']} ({row[f'cudnn_{p}_us'] / row[f'{p}_us']:.2f}x)" if f"{p}_us" in row else "-"
+            for p in ("forward", "forward_backward")
         ]
         cells = [tuple(row["sizes"]), row["select"], f"{row['density']:g}", row["k_tile"], *timed]
         lines.append(f"| {' | '.join(map(str, cells))} |")

@@ -14,7 +14,7 @@ import torch
 import hla_kernels as hk
 from hla_kernels.blockmix import fused
 from hla_kernels.dispatch import recording
-from tests.helpers.error_rule import relative_error
+from tests.helpers.error_rule import LIMITS, relative_error
 from tests.ops.blockmix.fused_cases import NAMES, angles_of, make, options_of, torch_form, triton_form
 from tests.ops.fused.cases import poison, twice
 
@@ -104,7 +104,8 @@ def test_error_and_bits(monkeypatch, case):
     for name, a, b, c, t in zip(NAMES, first, second, plain, truth, strict=True):
         assert torch.equal(a, b), name
         errors = relative_error(a, t), relative_error(c, t)
-        assert errors[0] <= 2 * errors[1], (name, *errors)
+        # by pairs the mixing matrix is rounded too: the error rule of all operators
+        assert errors[0] <= (LIMITS[dtype] if "pairs" in case[-1] else 2 * errors[1]), (name, *errors)
     if mask is not None:
         assert not any(bool(x[~mask].any()) for x in first[:4])
 
