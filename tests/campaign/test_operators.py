@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hla_kernels.blockmix import gradient
+from hla_kernels.blockmix import operator
 from tests.campaign import dense, operators
 from tests.campaign.calls import LINEAR, OPS, Call, draw, tensors
 
@@ -60,10 +60,17 @@ def test_another_decay_of_the_definition_is_found(monkeypatch):
 
 
 def test_a_fault_is_found_and_reduced(monkeypatch):
-    """Keys turned back after the sum over the query heads of a group."""
+    """The gradient of queries turned the wrong way, with rotary tables of each head."""
     assert operators.check(CALL, "cpu") == ""
-    sums = gradient._sum_to
-    monkeypatch.setattr(gradient, "_turn_back", lambda grads, p, *rest: (grads[0], sums(grads[1], p.phi_k), *grads[2:]))
+    right = operator.gradient
+
+    def wrong(*given):
+        *rest, rotary = given
+        if rotary is None or rotary[0].dim() == 2:
+            return right(*given)
+        return right(*rest, (rotary[0], -rotary[1]))[0], *right(*given)[1:]
+
+    monkeypatch.setattr(operator, "gradient", wrong)
     complaint = operators.check(CALL, "cpu")
     assert complaint.startswith("dq is off")
     small = operators.reduced(CALL, complaint, "cpu")
