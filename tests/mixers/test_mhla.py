@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from hla_kernels import op
-from hla_kernels.blockmix.fused.spec import by_pairs
 from hla_kernels.features import feature
 from zoo.mixers import MIXERS, Context, build_mixer
 from zoo.mixers.base import EPS
@@ -251,18 +249,6 @@ def test_no_early_map(options):
     """With a ratio, another map, or something between the projections and the map."""
     plain = {"feature_map": "relu", "normalize": options == {}, "post_norm": True}
     assert make(**{**plain, **options}).fusable_map is None
-
-
-@pytest.mark.parametrize(("grid", "pairs"), [((16, 16), True), ((32, 32), False)], ids=str)
-def test_few_tokens_are_mixed_by_pairs(monkeypatch, grid, pairs):
-    """What the default mixer asks of the operator, in bfloat16: the form by pairs has no feature map of its own."""
-    calls, choose = [], op.choose
-    monkeypatch.setattr(op, "choose", lambda call, impl: calls.append(call) or choose(call, impl))
-    n = math.prod(grid)
-    mixer = build_mixer("mhla", 128, 2, 64, grid=grid)
-    tokens = [torch.randn(1, n, 2, 64).bfloat16() for _ in range(3)]
-    mixer(*tokens, Context(x=torch.randn(1, n, 128), grid=grid))
-    assert [by_pairs(call.q, call.v, call.options, False) for call in calls] == [pairs]
 
 
 @pytest.mark.parametrize("mixer", ["mhla", "mhla2", "poly", "taylor2", "la"])

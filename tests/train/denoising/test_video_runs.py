@@ -116,7 +116,7 @@ def test_only_training_is_compiled(tmp_path, monkeypatch):
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled(module, backend=backend))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, options: compiled(module, backend=backend))
     model = PIXELS["model"] | {"mixer": "ahla"}
     run = DiffusionRun(settings(tmp_path, model, schedule={"steps": 1}, run={"compile": True}, optim={"ema": 0.0}))
     run.loss(next(run.batches(0, 1)))
