@@ -199,8 +199,6 @@ def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[floa
     own = ROUNDING[call.dtype] * (FAST if fast or sdpa else 1.0)
     info = torch.finfo(DTYPES[call.dtype])
     least = info.smallest_normal * info.eps  # numbers of float16 end soon
-    if fast:  # also those of a factor, which then multiplies rows of tokens
-        least *= max([1.0, *(float(t.double().norm(dim=-1).max()) for t in (x.q, x.k, x.v) if t.numel())])
     terms = of_products(call, x) if call.op in LINEAR or call.op == "mhla" else of_softmax(call, x, exact)
     cancelled = float(x.v.double().square().mean().sqrt() * x.grad.double().norm()) if sdpa and x.v.numel() else 0.0
     parts = truth(call, x, torch.float64, held=True) if fast and call.n <= FEW else exact
