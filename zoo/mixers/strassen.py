@@ -93,10 +93,11 @@ class ProductMixer(MomentMixer):
             sums = add_together([t.to(sums[0].dtype) for t in sums], self.group)
         count = sums[2].clamp(min=1)
         moments, mean = sums[0] / count, sums[1] / count
-        q = self._phi(q, self.phi_q)
+        q = self._phi(q.to(mean.dtype), self.phi_q)
         if self.options.normalize:
             mean = mean.transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # [B, 1, H, D]
-            q = (q / ((q * mean).sum(-1, keepdim=True) + EPS)).to(v.dtype)
+            q = q / ((q * mean).sum(-1, keepdim=True) + EPS)
+        q = q.to(v.dtype)
         o = self.read(q, moments[..., :-1, :], moments[..., -1, :], ctx.rotate)
         return o if mask is None else o.where(mask[:, :, None, None], 0)
 

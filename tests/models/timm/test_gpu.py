@@ -34,8 +34,16 @@ DELTA_OPTIONS = [{"scan": "both"}, {"scan": "raster", "depthwise": "v", "activat
 DELTA_OPTIONS = [{"post_norm": False, **options} for options in DELTA_OPTIONS]
 NO_DECAY = {name: "two-sided only" for name in MIXERS if getattr(CLASSES[name].defaults, "two_sided", False)}
 NO_DECAY |= dict.fromkeys(["mhla", "mhla2"], "no option decay")
+# so is the gradient of the gates of `strassen`, whose sum over all tokens is 0 but for rounding
+WITHOUT_NORM = dict.fromkeys(DELTA, DELTA_OPTIONS)
+WITHOUT_NORM["strassen"] = [{**options, "post_norm": False} for options in OPTIONS]
+# all tiles of keys exact: which tiles a query reads is a choice, and a near tie falls otherwise after rounding
+EXACT = {"multipole": {"density": 1.0}}
 # q, k, v and o are rounded in any case; a mixer that rounds r times more loses sqrt(1 + r / 4) times as much
-TIMES = 1.5  # r = 5: two features, two convolutions, a gate; measured on a CPU: 1.39 at most (mesa)
+ROUNDINGS = 5  # two features, two convolutions, a gate
+# of further projections: second keys and values, divided queries; of delta rules: three convolutions, three
+# activations, decayed queries and keys, weights of a chunk, states, a gate
+FURTHER = {"strassen": 8, "multilinear": 8} | dict.fromkeys(DELTA, 11)
 SEEDS = range(1, 5)  # of images: errors of sums without a norm vary by a factor of two from image to image
 
 
@@ -119,11 +127,11 @@ def test_softmax_is_the_host_bit_for_bit(base):
     assert torch.equal(wanted[0], found[0]) and torch.equal(wanted[1], found[1])
 
 
-def assert_exact(model, name):
-    found = errors(model)
+def assert_exact(model, mixer, name):
+    found, times = errors(model), (1 + FURTHER.get(mixer, ROUNDINGS) / 4) ** 0.5
     for i, what in enumerate(("output", "gradients")):
         print(f"{name}: {what} {found['all'][i]:.2e}, with mixers in float32 {found['rest'][i]:.2e}")
-        assert found["all"][i] <= TIMES * found["rest"][i]
+        assert found["all"][i] <= times * found["rest"][i]
 
 
 def maps_of(mixer):
@@ -137,20 +145,20 @@ def maps_of(mixer):
 @pytest.mark.parametrize("i", range(3), ids=["plain", "causal", "local"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_mixers_add_little_error(mixer, i):
-    options = options_of(mixer, **(DELTA_OPTIONS if mixer in DELTA else OPTIONS)[i])
+    options = options_of(mixer, **WITHOUT_NORM.get(mixer, OPTIONS)[i], **EXACT.get(mixer, {}))
     if mixer in NO_DECAY and options.get("causal"):
         with pytest.raises(ValueError, match=NO_DECAY[mixer]):
             make(mixer, **options)
         return
     for feature_map in maps_of(mixer):
-        assert_exact(make(mixer, **options, **feature_map), f"{mixer} {feature_map} {options}")
+        assert_exact(make(mixer, **options, **feature_map), mixer, f"{mixer} {feature_map} {options}")
 
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if CLASSES[name].takes_rotations])
 def test_mixers_of_rotary_hosts_add_little_error(mixer):
-    norm = {"post_norm": False} if mixer in DELTA else {}
+    options = EXACT.get(mixer, {}) | ({"post_norm": False} if mixer in WITHOUT_NORM else {})
     for feature_map in maps_of(mixer):
-        assert_exact(make(mixer, ROTARY, **norm, **feature_map), f"rotary {mixer} {feature_map}")
+        assert_exact(make(mixer, ROTARY, **options, **feature_map), mixer, f"rotary {mixer} {feature_map}")
 
 
 @pytest.mark.parametrize(("mixer", "options"), [("ahla", OPTIONS[2]), ("hla2", OPTIONS[1]), ("poly", {})])  # with elu1
@@ -178,4 +186,4 @@ def test_padded_batches_add_little_error(mixer):
         exact = model.float()({**batch, "patches": batch["patches"].float()})
         error, least = ((t - exact).norm() / exact.norm() for t in (found, rest))
         print(f"NaFlex {mixer} {feature_map}: {error:.2e}, with mixers in float32 {least:.2e}")
-        assert error <= TIMES * least
+        assert error <= (1 + ROUNDINGS / 4) ** 0.5 * least
