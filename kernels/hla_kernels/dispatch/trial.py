@@ -40,9 +40,9 @@ def trial_of(call: Any) -> tuple | None:
             ("token_mask", call.mask is not None), ("rotary", turned),
         )  # fmt: skip
         return ("mhla", q.dtype, widths, (*options, ("mixing", tuple(int(x) for x in call.mixing.shape))))
-    if isinstance(call, AdaptiveCall):  # nearest tiles: others depend on rounding, and torch may choose others
+    if isinstance(call, AdaptiveCall):
         edge = (("prefix", min(1, call.field.prefix)), ("suffix", min(1, call.field.suffix)))
-        options = (("grid", (24, 24)), *edge, ("select", "near"), ("density", 0.3), ("k_tile", call.field.k_tile))
+        options = (("grid", (24, 24)), *edge, ("select", call.select), ("density", 0.3), ("k_tile", call.field.k_tile))
         more = (("far", call.far), ("q_scale", widths[2] ** -0.5), ("key_padding_mask", call.mask is not None))
         return ("adaptive_multipole", q.dtype, widths, (*options, *more))
     if not hasattr(call, "coefficients"):
@@ -81,7 +81,8 @@ def runs(form: tuple) -> Iterator[Run]:
         yield _delta_run(dtype, widths, **dict(pairs))
         return
     for batch, n in sizes(form):
-        yield _run(op, dtype, widths, dict(pairs), batch, n)
+        each = _adaptive_run if op == "adaptive_multipole" else _run
+        yield each(op, dtype, widths, dict(pairs), batch, n)
 
 
 def sizes(form: tuple) -> list[tuple[int, int]]:
@@ -180,5 +181,40 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
         else:
             y = f(*leaves, impl=impl, **options)
         return [y.detach(), *one, *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
+
+    return run
+
+
+def _adaptive_run(
+    op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str, Any], batch: int, n: int
+) -> Run:
+    """Return the function that runs `adaptive_multipole`, forward and backward, and sums the scores of the selected
+    tiles.
+
+    Rounding exchanges tiles of nearly equal scores. So the torch form reads the tiles that the Triton form selected,
+    and the sums [B, H, U] compare the selections.
+    """
+    from ..softmax.adaptive import call, fused, reference, torch_form
+
+    (h, hk, d, dv), random = widths, torch.Generator(DEVICE).manual_seed(0)
+    shapes = ((h, d), (hk, d), (hk, dv), (h, dv))
+    q, k, v, grad = (torch.randn(batch, n, *x, generator=random, device=DEVICE).to(dtype) for x in shapes)
+    k *= torch.linspace(0.5, 2, n, device=DEVICE).to(dtype)[:, None, None]  # tiles of different variance
+    mask = torch.rand(batch, n, generator=random, device=DEVICE) < 0.7
+    options["key_padding_mask"] = mask if options["key_padding_mask"] else None
+    checked = call.prepare(*(x.requires_grad_() for x in (q, k, v)), **options)
+    found, own = torch_form.selection(checked)
+    tiles = [own]
+
+    def run(impl: str) -> list[Tensor]:
+        if impl == "triton":
+            tiles.append(fused.chosen(checked))
+            y = fused.evaluate(checked)
+        elif impl == "torch":
+            y = torch_form.evaluate(checked, tiles[-1])
+        else:
+            y = reference.definition(checked)
+        sums = found.gather(-1, tiles[-1] if impl == "triton" else own).sum(-1)
+        return [y.detach(), sums, *torch.autograd.grad(y, (q, k, v), grad.to(y.dtype))]
 
     return run

@@ -10,6 +10,7 @@ import torch
 import hla_kernels as hk
 from hla_kernels import op
 from hla_kernels.dispatch import faults, trial, verify
+from hla_kernels.softmax.adaptive import fused, torch_form
 
 MACHINE = verify.Machine("a GPU", (8, 9), "3.8.0", "12.9")
 RATIO = {"feature_map": "elu1", "normalize": True}
@@ -177,7 +178,8 @@ def calls_of_all_operators():
     yield op.prepare_blocks(q, k, k, mixing, **grid, order="ahla", rotary=turn, token_mask=mask)
     yield op.prepare_blocks(q, q, q, torch.rand(3, 3), grid=(11,), blocks=(2,), prefix=1)
     adaptive = op.PREPARE["adaptive_multipole"]
-    yield adaptive(q, k, k, grid=(2, 5), prefix=2, k_tile=4, far="variance", key_padding_mask=mask)
+    yield adaptive(q, k, k, grid=(2, 5), prefix=2, k_tile=4, far="mean", key_padding_mask=mask)
+    yield adaptive(q, k, k, grid=(3, 4), k_tile=16, select="mean")
     yield op.delta_call.prepare(q, q, q, log_f=-torch.rand(2, 12, 4))
     yield op.delta_call.prepare(q, q, q, log_f=-torch.rand(2, 12, 4, 16), a=q.unsqueeze(3), b=q.unsqueeze(3).double())
 
@@ -196,6 +198,25 @@ def test_trials_are_calls_of_the_operator(monkeypatch, checked):
         first, second, truth = run("torch"), run("torch"), run("reference")
         assert all(torch.equal(x, y) and x.abs().max() > 0 for x, y in zip(first, second, strict=True))
         assert all((x - y).norm() <= 1e-3 * y.norm() for x, y in zip(first, truth, strict=True))
+
+
+@pytest.mark.parametrize("select", ("error", "mass", "mean", "near"))
+def test_a_wrong_selection_is_noticed(monkeypatch, select):
+    """Of tiles that differ from the right ones in the lowest score only, also if all else is right."""
+    monkeypatch.setattr(trial, "DEVICE", "cpu")
+    q = torch.randn(1, 16, 2, 16, dtype=torch.bfloat16)
+    form = trial.trial_of(op.PREPARE["adaptive_multipole"](q, q, q, grid=(4, 4), select=select))
+    for wrong in (False, True):
+
+        def chosen(call, wrong=wrong):
+            found, tiles = torch_form.selection(call)
+            order = found.argsort(dim=-1, descending=True, stable=True)
+            return torch.cat([tiles[..., 1:], order[..., -1:]], -1) if wrong else tiles
+
+        monkeypatch.setattr(fused, "chosen", chosen)
+        monkeypatch.setattr(fused, "evaluate", lambda call, chosen=chosen: torch_form.evaluate(call, chosen(call)))
+        (run,) = trial.runs(form)
+        assert ("result 1 is" in (verify.failure(run) or "")) == wrong
 
 
 def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):

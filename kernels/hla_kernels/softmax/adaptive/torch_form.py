@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ...sequences import real
 from ..heads import SMALLEST, Heads, attend, largest, to_layout
 from .call import AdaptiveCall
-from .layout import Field, tokens_of
+from .layout import Field, distances, tokens_of
 from .pooling import Pooled, pool, powers
 from .routing import highest, nearest, scores
 
@@ -100,6 +100,18 @@ def route(q: Tensor, live: Tensor, keys: Keys, call: AdaptiveCall, first: int) -
         return chosen.expand(*q.shape[:2], -1, -1)
     found = scores(q, live[..., None], keys.pooled, call.select)
     return highest(found, keys.pooled.n, call.exact)
+
+
+@torch.no_grad()
+def selection(call: AdaptiveCall) -> tuple[Tensor, Tensor]:
+    """Return the scores of all key tiles [B, H, U, T] and the exact tiles [B, H, U, k]."""
+    x, field = to_layout(*call[:3], call.q_scale, call.mask), call.field
+    keys, table = keys_of(x, field), tokens_of(field, field.q_tile, x.q.device)[: field.n_query_tiles]
+    q, live = rows(x.q, table), slots(x, table)
+    chosen = route(q, live, keys, call, 0)
+    if call.select == "near":
+        return -distances(field, q.device).expand(*chosen.shape[:3], -1), chosen
+    return scores(q, live[..., None], keys.pooled, call.select), chosen
 
 
 def read(q: Tensor, chosen: Tensor, keys: Keys, far: str) -> Tensor:
