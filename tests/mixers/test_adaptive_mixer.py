@@ -92,6 +92,9 @@ def test_fidelity_of_a_converted_model(monkeypatch):
     found = list(fidelity.measured(candidate, near, torch.device("cpu")))
     assert [row["density"] for row in found] == [round((8 * 3 - 2) ** 2 / 64**2, 5), 1.0]  # radii of 1 and 7
     assert found[0]["kl"] > 0 and found[1]["kl"] < 1e-12
+    peers = fidelity.FidelitySettings(selects=["mean"], fars=["first", "none"], k_tiles=[4], densities=[0.1])
+    lines = fidelity.text({"rows": list(fidelity.measured(candidate, peers, torch.device("cpu")))}).splitlines()
+    assert {line.split("|")[-2].strip() for line in lines[2:]} == {"PISA's form", "SLA's and VSA's form"}
 
 
 def test_a_density_per_layer_is_saved(tmp_path):

@@ -28,6 +28,7 @@ from zoo.ranges import check_device, check_ranges
 OPTIONS = ("select", "far", "q_tile", "k_tile", "density")
 KEY = ("model", "seed", "tokens", *OPTIONS)
 LINES = {"first": "-", "variance": "--", "mean": ":", "none": "-."}
+FORMS = {("mean", "first"): "PISA's form", ("mean", "none"): "SLA's and VSA's form"}  # by select and far
 
 
 @dataclass(frozen=True)
@@ -193,9 +194,11 @@ def draw(result: dict[str, Any], file: Path) -> None:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Return the rows as Markdown, sorted by divergence within each density."""
+    """Return the rows as Markdown, sorted by divergence within each density; published methods are named, whose own
+    tiles have 64 tokens."""
     head = ["model", "seed", "tokens", "density", "select", "far", "q_tile", "k_tile", "kl", "same", "top1"]
     head += ["softmax_top1"]
     order = sorted(result["rows"], key=lambda r: (r["model"], r["tokens"], r["density"], r["kl"]))
     lines = [[f"{r[key]:.4g}" if isinstance(r[key], float) else str(r[key]) for key in head] for r in order]
-    return "\n".join(markdown_table(head, lines))
+    forms = [FORMS.get((r["select"], r["far"]), "") for r in order]
+    return "\n".join(markdown_table([*head, "form"], [[*x, form] for x, form in zip(lines, forms, strict=True)]))
