@@ -25,7 +25,7 @@ def adaptive(
     q: Tensor, k: Tensor, v: Tensor, *, grid: tuple[int, ...], density: float, q_tile: int, k_tile: int,
     attention: Callable[..., Any] = flex_attention,
 ) -> Tensor:  # fmt: skip
-    """Compute o [B, N, H, D] of q, k, v [B, N, H, D] with select="mean", far="variance" and scale D^-1/2.
+    """Compute o [B, N, H, D] of q, k, v [B, N, H, D] with select="mean", far="mean" and scale D^-1/2.
 
     attention: `flex_attention` or its compiled form; only the latter is sparse.
     """
@@ -80,15 +80,10 @@ def _block_mask(chosen: Tensor, live: Tensor, field: Field) -> tuple[BlockMask, 
 def _far(
     tiles: Tensor, x: Pooled, is_chosen: Tensor, field: Field, attention: Callable[..., Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, log denominator) of the pooled keys of other tiles.
-
-    Scores with variances are products of twice as many channels.
-    """
-    q = tiles.flatten(2, 3)
-    wide_q, wide_k = torch.cat([q, q.square()], -1), torch.cat([x.mean, x.variance / 2], -1)
+    """Return (o, log denominator) of the pooled keys of other tiles."""
     logn, q_tile = x.n[0, 0].log(), field.q_tile
 
     def of_size(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(is_chosen[b, h, i // q_tile, j], -math.inf, score + logn[j])
 
-    return attention(wide_q, wide_k, x.value, score_mod=of_size, scale=1.0, return_lse=True)
+    return attention(tiles.flatten(2, 3), x.mean, x.value, score_mod=of_size, scale=1.0, return_lse=True)

@@ -2,8 +2,8 @@
 
 The table `docs/results/kernels-h200.json`, shipped with the package, holds times at a few shapes. Linear operators cost
 c per element of [B, N, H, D]; softmax and `taylor2` cost a + b N per element. Adaptive multipole
-(`adaptive-kernels-h200.json`) costs a + b x, with x = (6 / k_tile + 2 density) N its multiplications per element. The
-coefficients are fitted by relative least squares.
+(`adaptive-kernels-h200.json`) costs a + b x per element, with x = (6 / k_tile + 2 density) N: the weight 6 of key tiles
+fits the times best. The coefficients are fitted by relative least squares.
 """
 
 import json
@@ -80,13 +80,13 @@ def _adaptive(options: Any, size: float, soft: float, softmax: tuple[float, floa
 
 
 def multiplications(k_tile: int, density: float) -> float:
-    """Return the multiplications of adaptive multipole per element and token."""
+    """Return x / N of adaptive multipole."""
     return 6 / k_tile + 2 * density
 
 
 @cache
 def adaptive_cost() -> tuple[float, float]:
-    """Fit (a, b) in ns of time = B H N D (a + b x), x the multiplications per element."""
+    """Fit (a, b) in ns of time = B H N D (a + b x)."""
     rows = measured_table(ADAPTIVE)["rows"]
     each = [multiplications(row["k_tile"], row["density"]) * row["sizes"][2] for row in rows]
     return _fitted(each, [row["forward_us"] * NS_PER_US / math.prod(row["sizes"]) for row in rows])

@@ -22,12 +22,12 @@ def adaptive_multipole(
 
     grid          token grid (raster order, last axis fastest), any number of axes
     select        selection of exact key tiles: largest expected error ("error": mass of the tile times variance of its
-                  scores), largest mass ("mass"), largest score of mean query and mean key plus its variance ("mean"),
-                  or nearest ("near")
+                  scores), largest mass ("mass"), largest score of mean query and mean key ("mean"), or nearest ("near")
     density       fraction of exact key tiles, above 0; 1 is softmax
     q_tile, k_tile   maximum number of tokens of a tile, powers of two; a tile is a box of the grid, cut at its border
-    far           weights of the other tokens: "mean" exp(mean score of their tile), "variance" with half the variance
-                  of the scores in the exponent, "first" with an additional first-order term for all tiles, "none" zero
+    far           weights of the other tokens: "mean" exp(mean score of their tile), "first" with an additional
+                  first-order term for all tiles, "variance" with half the variance of the scores in the exponent (in
+                  torch only), "none" zero
     prefix, suffix   number of tokens before and after the grid (class, text): exact as queries and as keys
     q_scale       scale of softmax, such as D^-1/2
     key_padding_mask   [B, N] bool, True for real tokens, as in `api`

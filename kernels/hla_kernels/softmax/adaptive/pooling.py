@@ -36,7 +36,7 @@ def pool(k: Tensor, v: Tensor, live: Tensor) -> Pooled:
     return Pooled(n, mean, rest.square().sum(-2) / each, v.sum(-2) / each, moment)
 
 
-def powers(q: Tensor, x: Pooled, variance: bool = True) -> Tensor:
+def powers(q: Tensor, x: Pooled, variance: bool) -> Tensor:
     """Return the exponent shared by the tokens of a tile, [B, H, .., T]: q.mean, and with `variance` plus
     q^2.variance / 2 (the second cumulant for a diagonal covariance). q [B, H, .., D] has two axes of tokens."""
     a = q @ x.mean.mT.unsqueeze(2)

@@ -28,9 +28,9 @@ def reference(
     """Return o_t = sum_j w_tj v_j / sum_j w_tj, q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv].
 
     chosen: [B, H, U, T] bool, the exact key tiles of each query tile. Exact pairs have the weight exp(s_tj), tokens of
-    a far tile b exp(b_tb), or zero with far="none". far="first" adds to the weight of every token of the grid (sum of
-    exp(b_tb) over far tiles / number of tiles) (s_tj - a_tb), where a_tb is the mean of s_tj over its tile; this sums
-    to zero.
+    a far tile b exp(a_tb), where a_tb is the mean of s_tj over its tile, or zero with far="none". far="variance" adds
+    half the variance of s_tj, of a diagonal covariance, to a_tb. far="first" adds to the weight of every token of the
+    grid (sum of exp(a_tb) over far tiles / number of tiles) (s_tj - a_tb); this sums to zero.
     """
     live, (q, k, v) = _live(q, mask), _heads(q, k, v, mask)
     q = q * q_scale
@@ -39,7 +39,7 @@ def reference(
     mean = (member.mT @ k) / n.clamp(min=1)[..., None]
     variance = (member.mT @ (k - member @ mean).square()) / n.clamp(min=1)[..., None]
     a = q @ mean.mT
-    b = a if far == "mean" else a + q.square() @ variance.mT / 2
+    b = a + q.square() @ variance.mT / 2 if far == "variance" else a
     own = _members(field, field.q_tile, live).to(q.dtype)
     near = own @ chosen.to(q.dtype)  # [B, H, N, T], 1 where a tile is exact for a query
     on_grid = own.sum(-1, keepdim=True)
@@ -78,7 +78,7 @@ def routing(
     found = {
         "error": lambda: own.mT @ (p * spread),
         "mass": lambda: own.mT @ p,
-        "mean": lambda: b,
+        "mean": lambda: q @ mean.mT,
         "near": lambda: -distances(field, q.device).to(q).expand(*q.shape[:2], -1, -1),
     }[select]()
     if select != "near":

@@ -4,7 +4,7 @@ With b_tb = q_t.mean_b + q_t^2.variance_b / 2 and p_tb the softmax over tiles b 
 
     error   sum of p_tb (q_t^2.variance_b) over the queries of a tile: mass of b times variance of its scores
     mass    sum of p_tb over the queries of a tile
-    mean    b_tb of the mean query
+    mean    q_t.mean_b of the mean query, as in published sparse attention (PISA, SLA, VSA)
     near    minus the squared distance between the centres of the tiles
 
 For "error" and "mass", q_t is the mean of `PART` neighbouring queries (consecutive in `layout.tokens_of`), which has a
@@ -30,9 +30,9 @@ def scores(q: Tensor, live: Tensor, x: Pooled, select: str) -> Tensor:
     each = live.unflatten(-2, (-1, part)).sum(-2)
     q = q.unflatten(-2, (-1, part)).sum(-2) / each.clamp(min=1)
     if select == "mean":
-        return powers(q, x).squeeze(-2)
+        return powers(q, x, variance=False).squeeze(-2)
     n = x.n[:, :, None, None]
-    p = (powers(q, x) + n.log()).softmax(-1).where(n > 0, 0) * each
+    p = (powers(q, x, variance=True) + n.log()).softmax(-1).where(n > 0, 0) * each
     if select == "error":
         p = p * (q.square() @ x.variance.mT.unsqueeze(2))
     return p.sum(-2)

@@ -120,7 +120,7 @@ def read(q: Tensor, chosen: Tensor, keys: Keys, far: str) -> Tensor:
     n = x.n[:, :, None, None]
     is_far = torch.ones(chosen.shape[:3] + n.shape[-1:], dtype=torch.bool, device=q.device).scatter(-1, chosen, False)
     is_far &= far != "none"
-    power = powers(q, x, far != "mean").masked_fill(~(is_far[:, :, :, None] & (n > 0)), float("-inf"))
+    power = powers(q, x, far == "variance").masked_fill(~(is_far[:, :, :, None] & (n > 0)), float("-inf"))
     exact: list[tuple[Any, ...]] = [
         (take(keys.k, chosen), take(keys.v, chosen), take(keys.live, chosen)[:, :, :, None])
     ]

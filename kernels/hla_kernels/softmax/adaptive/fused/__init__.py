@@ -20,7 +20,7 @@ from .operator import adaptive_op
 WIDEST = 128
 HEADS = 2**16  # limit of the second axis of a launch grid
 TILES = 2**14  # maximum number of key tiles of the grid, since one program selects from their scores
-Q_TILES, K_TILES = (64,), (4, 8, 16, 32, 64)
+Q_TILES, K_TILES, FARS = (64,), (4, 8, 16, 32, 64), ("first", "mean")
 
 
 def why_not(call: AdaptiveCall) -> str | None:
@@ -30,8 +30,8 @@ def why_not(call: AdaptiveCall) -> str | None:
         return f"{form} is for bfloat16 and float16, not {q.dtype}"
     if q.shape[3] != v.shape[3] or q.shape[3] % 8 or q.shape[3] > WIDEST:
         return f"{form} needs heads of a multiple of 8 channels, at most {WIDEST}, got {q.shape[3]} and {v.shape[3]}"
-    if call.far == "none":
-        return f"{form} needs a far field, got far='none'"
+    if call.far not in FARS:
+        return f"{form} has far={' or '.join(map(repr, FARS))}, got {call.far!r}"
     if field.q_tile not in Q_TILES or field.k_tile not in K_TILES:
         return f"{form} has q_tile {Q_TILES} and k_tile {K_TILES}, got {field.q_tile} and {field.k_tile}"
     if q.shape[0] * q.shape[2] >= HEADS:

@@ -14,7 +14,6 @@ from .tiles import (
     UNITS,
     added,
     exact_rows,
-    far_powers,
     far_tiles,
     get,
     head_of,
@@ -30,10 +29,9 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=FREE)
 def for_queries(
-    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, KBAR, O, REST, G, LSE, FAR,
-    DELTA, C, DQ, qs, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
-    VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    Q, K, V, QTOKENS, KTOKENS, MEAN, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, KBAR, O, REST, G, LSE, FAR, DELTA, C, DQ,
+    qs, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
+    BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Compute DQ, DELTA and C [B, H, N]; other arguments as in `forward.output`.
 
@@ -47,8 +45,6 @@ def for_queries(
     on_grid = u < U
     MEAN += hk * T * D
     VALUE += hk * T * D
-    if VARIANCE:
-        HALF += hk * T * D
     LOGN += b.to(tl.int64) * at[2]
     CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
     row = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, True, BQ)
@@ -71,12 +67,11 @@ def for_queries(
         dq += products(tl.trans(moment), g) * far[None, :]
     tl.store(DELTA + place, delta, inside)
     tl.store(C + place, c, inside)
-    q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
-    by_square, total = tl.zeros([DP, BQ], tl.float32), tl.zeros([BQ], tl.float32)
+    total = tl.zeros([BQ], tl.float32)
     next_chosen = is_chosen(CHOSEN, 0, tl.where(on_grid, T, 0), BM)
     for start in range(0, tl.where(on_grid, T, 0), BM):
-        m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power = far_powers(q, q2, mean, half, factor, VARIANCE)
+        m, there, mean, logn = far_tiles(start, MEAN, LOGN, T, D, DP, BM)
+        power = products(q, mean) * factor
         chosen = next_chosen
         next_chosen = is_chosen(CHOSEN, start + BM, T, BM)
         far_tile = (chosen == 0) & (logn > LOWEST)
@@ -86,10 +81,6 @@ def for_queries(
         db = (e * (n[None, :] * dp + c[:, None])).to(mean.dtype)
         total += tl.sum(db.to(tl.float32), 1)
         dq = weighted(dq, mean, db)
-        if VARIANCE:
-            by_square = weighted(by_square, half, db)
-    if VARIANCE:
-        dq += by_square * tl.trans(q).to(tl.float32) * (2.0 * scale)
     KH, VH = head_of(K, ks, b, h // groups), head_of(V, vs, b, h // groups)
     n_slots = (tl.where(on_grid, exact, T) + sizes[4]) * KT
     read = bh.to(tl.int64) * at[5] + u.to(tl.int64) * n_slots
@@ -110,24 +101,19 @@ def for_queries(
 
 @triton.jit(do_not_specialize=FREE)
 def for_tiles(
-    Q, Q2, QTOKENS, MEAN, HALF, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DHALF, DVALUE, qs, os, gs, at, sizes,
-    U, heads, groups, factor, scale, VARIANCE: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    Q, QTOKENS, MEAN, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DVALUE, qs, gs, at, sizes, U, heads, groups, factor,
+    scale, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute DMEAN, DHALF, DVALUE [B Hk, T, D] of BM far tiles. U: number of query tiles; heads: number of key heads;
-    os: strides of Q2."""
+    """Compute DMEAN, DVALUE [B Hk, T, D] of BM far tiles. U: number of query tiles; heads: number of key heads."""
     tile, bhk = tl.program_id(0), tl.program_id(1)
     b, hk = bhk // heads, bhk % heads
     N, T = sizes[0], sizes[2]
     own = bhk.to(tl.int64) * T * D
-    if VARIANCE:
-        HALF += own
-    m, there, mean, half, logn = far_tiles(tile * BM, MEAN + own, HALF, LOGN + b.to(tl.int64) * at[2], T, D, DP, BM)
+    m, there, mean, logn = far_tiles(tile * BM, MEAN + own, LOGN + b.to(tl.int64) * at[2], T, D, DP, BM)
     value = load(VALUE + own, m, D, there, D, DP)
     n = tl.where(logn > LOWEST, tl.exp2(logn), 0.0)
     QTOKENS += b.to(tl.int64) * at[0]
-    dmean, dhalf = tl.zeros([DP, BM], tl.float32), tl.zeros([DP, BM], tl.float32)
-    dvalue = tl.zeros([DP, BM], tl.float32)
+    dmean, dvalue = tl.zeros([DP, BM], tl.float32), tl.zeros([DP, BM], tl.float32)
     next_row = query_rows(QTOKENS, 0, True, BQ)  # a step ahead, as in `tiles.exact_rows`
     next_chosen = is_chosen(CHOSEN + (b * heads + hk).to(tl.int64) * groups * at[4], tile * BM, T, BM)
     for i in range(groups * U):
@@ -144,18 +130,12 @@ def for_tiles(
         next_here = CHOSEN + next_h.to(tl.int64) * at[4] + next_u.to(tl.int64) * T
         next_chosen = is_chosen(next_here, tile * BM, tl.where(i + 1 < groups * U, T, 0), BM)
         far_tile = (chosen == 0) & (n > 0)
-        q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
-        power = far_powers(q, q2, mean, half, factor, VARIANCE)
-        e = tl.exp2(tl.where(far_tile[None, :], power - lse[:, None], -float("inf")))
+        e = tl.exp2(tl.where(far_tile[None, :], products(q, mean) * factor - lse[:, None], -float("inf")))
         dvalue = added(dvalue, g, e * n[None, :])
         db = e * (n[None, :] * (products(g, value) - delta[:, None]) + c[:, None])
         dmean = added(dmean, q, db)
-        if VARIANCE:
-            dhalf = added(dhalf, q2, db)
     store(DMEAN + own, m, D, there, tl.trans(dmean * scale), D, DP)
     store(DVALUE + own, m, D, there, tl.trans(dvalue), D, DP)
-    if VARIANCE:
-        store(DHALF + own, m, D, there, tl.trans(dhalf * scale), D, DP)
 
 
 @triton.jit
@@ -167,8 +147,8 @@ def reader(entry, i, count, behind):
 
 @triton.jit(do_not_specialize=FREE)
 def for_keys(
-    Q, K, V, QTOKENS, KTOKENS, LIST, COUNT, MEAN, VALUE, LOGN, DMEAN, DHALF, DVALUE, DMOMENT, G, LSE, DELTA, DK, DV,
-    qs, ks, vs, gs, dks, dvs, at, sizes, heads, groups, factor, scale,
+    Q, K, V, QTOKENS, KTOKENS, LIST, COUNT, MEAN, VALUE, LOGN, DMEAN, DVALUE, DMOMENT, G, LSE, DELTA, DK, DV, qs, ks,
+    vs, gs, dks, dvs, at, sizes, heads, groups, factor, scale,
     BQ: tl.constexpr, KT: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Compute DK, DV of BK consecutive slots of KTOKENS.
@@ -196,8 +176,6 @@ def for_keys(
         n = tl.maximum(tl.exp2(tl.load(LOGN + b.to(tl.int64) * at[2] + tile, there, other=0.0)), 1.0)
         rest = k.to(tl.float32) - load(MEAN + own, tile, D, there, D, DP).to(tl.float32)
         by_key = load(DMEAN + own, tile, D, there, D, DP)
-        if DHALF is not None:
-            by_key += load(DHALF + own, tile, D, there, D, DP) * rest
         dk += tl.trans(by_key / n[:, None])
         dv += tl.trans(load(DVALUE + own, tile, D, there, D, DP) / n[:, None])
         if DMOMENT is not None:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import FREE, LOWEST, UNITS, far_powers, far_tiles, load, products, squares, tile_sums
+from .tiles import FREE, LOWEST, UNITS, far_tiles, load, products, tile_sums
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -23,8 +23,9 @@ def summed_scores(
     n = tl.load(COUNT + b.to(tl.int64) * at[0] + i, inside, other=0.0)
     top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
     for start in range(0, T, BM):
-        _, _, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power = far_powers(q, q2, mean, half, factor, True) + logn[None, :]
+        m, there, mean, logn = far_tiles(start, MEAN, LOGN, T, D, DP, BM)
+        half = load(HALF, m, D, there, D, DP)
+        power = tl.dot(q2, tl.trans(half), products(q, mean), input_precision="ieee") * factor + logn[None, :]
         higher = tl.maximum(top, tl.max(power, 1))
         z = z * tl.exp2(top - higher) + tl.sum(tl.exp2(power - higher[:, None]), 1)
         top = higher
@@ -32,13 +33,11 @@ def summed_scores(
     u += tl.arange(0, BQ // PARTS)
     SCORES += (bh.to(tl.int64) * U + u)[:, None] * T
     for start in range(0, T, BM):
-        m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
+        m, there, mean, logn = far_tiles(start, MEAN, LOGN, T, D, DP, BM)
+        spread = products(q2, load(HALF, m, D, there, D, DP)) * factor
+        p = tl.exp2(products(q, mean) * factor + spread + logn[None, :] - top[:, None]) * n[:, None]
         if ERROR:
-            spread = products(q2, half) * factor  # up to a constant, which selects the same tiles
-            p = tl.exp2(products(q, mean) * factor + spread + logn[None, :] - top[:, None]) * n[:, None] * spread
-        else:
-            power = far_powers(q, q2, mean, half, factor, True)
-            p = tl.exp2(power + logn[None, :] - top[:, None]) * n[:, None]
+            p *= spread  # up to a constant, which selects the same tiles
         score = tile_sums(p, PARTS)
         score = tl.where((logn > LOWEST)[None, :], score, -float("inf"))
         tl.store(SCORES + m[None, :], score, (u < U)[:, None] & there[None, :])
@@ -46,18 +45,18 @@ def summed_scores(
 
 @triton.jit(do_not_specialize=FREE)
 def mean_scores(
-    QUERY, MEAN, HALF, LOGN, SCORES, at, sizes, heads, groups, factor, scale,
+    QUERY, MEAN, LOGN, SCORES, at, sizes, heads, groups, factor,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Compute SCORES for "mean", for BM mean queries QUERY [B H, U, D] and BM key tiles."""
     m, u, bh = tl.program_id(0) * BM, tl.program_id(1) * BM, tl.program_id(2)
     b, h, T = bh // heads, bh % heads, sizes[1]
     own = (b * (heads // groups) + h // groups).to(tl.int64) * T * D
-    m, there, mean, half, logn = far_tiles(m, MEAN + own, HALF + own, LOGN + b.to(tl.int64) * at[1], T, D, DP, BM)
+    m, there, mean, logn = far_tiles(m, MEAN + own, LOGN + b.to(tl.int64) * at[1], T, D, DP, BM)
     u += tl.arange(0, BM)
     inside = u < sizes[0]
     q = load(QUERY + bh.to(tl.int64) * sizes[0] * D, u, D, inside, D, DP)
-    power = (products(mean, q) + products(half, squares(q, scale))) * factor
+    power = products(mean, q) * factor
     power = tl.where((logn > LOWEST)[:, None], power, -float("inf"))
     place = (bh.to(tl.int64) * sizes[0] + u)[None, :] * T + m[:, None]
     tl.store(SCORES + place, power, inside[None, :] & there[:, None])

@@ -7,7 +7,6 @@ from .tiles import (
     FREE,
     LOWEST,
     exact_rows,
-    far_powers,
     far_tiles,
     get,
     head_of,
@@ -22,16 +21,14 @@ from .tiles import (
 
 @triton.jit(do_not_specialize=FREE)
 def output(
-    Q, Q2, K, V, QTOKENS, KTOKENS, MEAN, HALF, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, O, REST, LSE, FAR, qs, ks, vs,
-    os, at, sizes, heads, groups, factor, scale,
-    VARIANCE: tl.constexpr, BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    Q, K, V, QTOKENS, KTOKENS, MEAN, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, O, REST, LSE, FAR, qs, ks, vs, os, at,
+    sizes, heads, groups, factor, scale,
+    BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Compute O; REST, its rounding error; LSE [B, H, N], log2 of the denominator; and, with MOMENT [B Hk, D, D] =
     H' / TILES, FAR [B, H, N] = m_t / denominator.
 
-    Q2: `squares` of Q, laid out as O. ROWS: tokens that each query tile reads exactly. sizes: N, U, T, query tiles and
-    key tiles outside the grid, exact.
+    ROWS: tokens that each query tile reads exactly. sizes: N, U, T, query tiles and key tiles outside the grid, exact.
     at: strides of QTOKENS, KTOKENS, LOGN, TILES (per sample), CHOSEN, ROWS (per head).
     """
     u, bh = tl.program_id(0), tl.program_id(1)
@@ -41,20 +38,17 @@ def output(
     on_grid = u < U
     MEAN += hk * T * D
     VALUE += hk * T * D
-    if VARIANCE:
-        HALF += hk * T * D
     LOGN += b.to(tl.int64) * at[2]
     CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
     row = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, True, BQ)
     inside = row >= 0
     q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
-    q2 = get(head_of(Q2, os, b, h), row, os, inside, D, DP) if VARIANCE else q
     top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
     far, o = tl.zeros([BQ], tl.float32), tl.zeros([DP, BQ], tl.float32)
     next_chosen = is_chosen(CHOSEN, 0, tl.where(on_grid, T, 0), BM)
     for start in range(0, tl.where(on_grid, T, 0), BM):
-        m, there, mean, half, logn = far_tiles(start, MEAN, HALF, LOGN, T, D, DP, BM)
-        power = far_powers(q, q2, mean, half, factor, VARIANCE)
+        m, there, mean, logn = far_tiles(start, MEAN, LOGN, T, D, DP, BM)
+        power = products(q, mean) * factor
         chosen = next_chosen
         next_chosen = is_chosen(CHOSEN, start + BM, T, BM)
         logn = tl.where(chosen == 0, logn, -float("inf"))

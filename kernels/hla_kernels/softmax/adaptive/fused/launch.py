@@ -23,16 +23,15 @@ LOG2 = math.log(2)
 class Saved(NamedTuple):
     """Tensors saved for the backward; an empty tensor stands for None.
 
-    Rounding error of o; log2 of the denominator, and normalized weight of the first-order term [B, H, N]; mean, half
-    variance and value of key tiles [B, Hk, T, D]; H' / number of tiles [B, Hk, D, D]; selected key tiles, as int8
-    [B H or 1, U, T] and as a list int32 [.., k + tiles outside the grid].
+    Rounding error of o; log2 of the denominator, and normalized weight of the first-order term [B, H, N]; mean and
+    value of key tiles [B, Hk, T, D]; H' / number of tiles [B, Hk, D, D]; selected key tiles, as int8 [B H or 1, U, T]
+    and as a list int32 [.., k + tiles outside the grid].
     """
 
     rest: Tensor
     lse: Tensor
     far: Tensor
     mean: Tensor
-    half: Tensor
     value: Tensor
     moment: Tensor
     chosen: Tensor
@@ -47,7 +46,7 @@ class Call:
     ):
         self.b, _, self.h, d = q.shape
         self.hk, self.exact, self.select, self.scale, self.mask = k.shape[2], exact, select, scale, mask
-        self.variance, self.first = far != "mean", far == "first"
+        self.first = far == "first"
         self.plan, self.field, self.device = Plan(field, d), field, q.device
         self.sizes = (*self.plan.sizes, exact)
         self.groups = self.h // self.hk
@@ -64,12 +63,11 @@ class Call:
         """Allocate the tensors saved for the backward."""
         b, h, hk, (n, u, t, _, outer, k), d = self.b, self.h, self.hk, self.sizes, q.shape[3]
         rows = 1 if self.select == "near" and self.mask is None else b * h
-        half = (b, hk, t, d) if self.variance or self.select != "near" else (0,)
         empty = q.new_empty
         rest = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse, far = (empty((b, h, n), dtype=torch.float32) for _ in range(2))
         return Saved(
-            rest, lse, far, empty((b, hk, t, d)), empty(half), empty((b, hk, t, d)),
+            rest, lse, far, empty((b, hk, t, d)), empty((b, hk, t, d)),
             empty((b, hk, d, d) if self.first else (0,)), empty((rows, u, t), dtype=torch.int8),
             empty((rows, u, k + outer), dtype=torch.int32),
         )  # fmt: skip
@@ -95,57 +93,50 @@ def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> No
     x, p = tables(c.field, c.mask, c.device), c.plan
     at = c.steps(x, s)
     exact = torch.empty_like(s.mean, dtype=torch.float32) if c.first else None
+    half = torch.empty_like(s.mean) if c.select in ("error", "mass") else None
     launch(
         pool, (c.sizes[2], c.b * c.hk),
-        k, v, x.keys, s.mean, exact, _some(s.half), s.value, *_strides(k, v), at[1], c.hk, W=c.field.k_tile, **c.wide,
+        k, v, x.keys, s.mean, exact, half, s.value, *_strides(k, v), at[1], c.hk, W=c.field.k_tile, **c.wide,
         num_warps=p.pooling,
     )  # fmt: skip
     if exact is not None:
         torch.div(_sums(c, v, k, x.keys, at[1], exact, None), x.tiles.view(-1, 1, 1, 1), out=s.moment)
-    squared = _choose(c, q, x, s, at)
+    _choose(c, q, half, x, s, at)
     launch(
         output, (c.n_tiles[0], c.b * c.h),
-        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen,
-        x.rows(s.list), x.tiles, o, s.rest, s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers,
-        VARIANCE=c.variance, BQ=c.field.q_tile, KT=c.field.k_tile, **c.wide, **p.output,
+        q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list), x.tiles, o,
+        s.rest, s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers, BQ=c.field.q_tile,
+        KT=c.field.k_tile, **c.wide, **p.output,
     )  # fmt: skip
 
 
-def _pooled_queries(c: Call, q: Tensor, x: Tables, at: int, size: int, query: Tensor | tuple[None, None]) -> Tensor:
-    """Return the squared queries of the grid, or q if nothing reads them; fill `query` [2, B, H, U q_tile / size, D]
-    with the means of `size` queries and their squares."""
-    squared = torch.empty_like(q, memory_format=torch.contiguous_format) if c.variance else None
-    if squared is None and query[0] is None:
-        return q
-    launch(
-        pool_queries, (c.sizes[1], c.b * c.h),
-        q, x.queries, squared, *query, *_strides(q, q if squared is None else squared), at,
-        (c.sizes[1] * c.field.q_tile,), c.h, c.scale, W=size, BN=c.field.q_tile, **c.wide, num_warps=4,
-    )  # fmt: skip
-    return q if squared is None else squared
-
-
-def _choose(c: Call, q: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> Tensor:
-    """Select the exact key tiles; return the squared queries."""
-    (_, u, t, _, outer, _), shared = c.sizes, (c.h, c.groups, *c.numbers)
-    size = c.field.q_tile if c.select == "mean" else PART
-    parts = c.field.q_tile // size
-    query = (None, None) if c.select == "near" else q.new_empty((2, c.b, c.h, u * parts, q.shape[3]))
-    squared = _pooled_queries(c, q, x, at[0], size, query)
+def _choose(c: Call, q: Tensor, half: Tensor | None, x: Tables, s: Saved, at: tuple[int, ...]) -> None:
+    """Select the exact key tiles by nearness or by scores of pooled queries. half: half the variance of key tiles,
+    [B, Hk, T, D]."""
+    (_, u, t, _, outer, _), shared = c.sizes, (c.h, c.groups, c.numbers[0])
     if c.select == "near":
         found = near_scores(c.field, c.device).expand(len(s.chosen), -1, -1).contiguous()
     else:
         found = torch.empty((c.b * c.h, u, t), dtype=torch.float32, device=c.device)
+        size = c.field.q_tile if half is None else PART
+        parts = c.field.q_tile // size
+        query = q.new_empty((c.b, c.h, u * parts, q.shape[3]))
+        square = None if half is None else torch.empty_like(query)
+        launch(
+            pool_queries, (u, c.b * c.h),
+            q, x.queries, query, square, *_strides(q), at[0], (u * c.field.q_tile,), c.h, c.scale, W=size,
+            BN=c.field.q_tile, **c.wide, num_warps=4,
+        )  # fmt: skip
     if c.select == "mean":
         launch(
             mean_scores, (-(-t // 64), -(-u // 64), c.b * c.h),
-            query[0], s.mean, s.half, x.logn, found, (at[0], at[2]), (u, t), *shared, BM=64, **c.wide, num_warps=4,
+            query, s.mean, x.logn, found, (at[0], at[2]), (u, t), *shared, BM=64, **c.wide, num_warps=4,
         )  # fmt: skip
-    elif c.select != "near":
+    elif half is not None:
         step = 0 if c.mask is None else x.parts.shape[1]
         launch(
             summed_scores, (-(-u * parts // ROWS), c.b * c.h),
-            *query, x.parts, s.mean, s.half, x.logn, found, (step, at[2]), (u, t), *shared[:3],
+            query, square, x.parts, s.mean, half, x.logn, found, (step, at[2]), (u, t), *shared,
             ERROR=c.select == "error", PARTS=parts, BQ=ROWS, BM=64, **c.wide, **c.plan.sums,
         )  # fmt: skip
     room = max(16, 1 << (max(t, outer) - 1).bit_length())
@@ -153,7 +144,6 @@ def _choose(c: Call, q: Tensor, x: Tables, s: Saved, at: tuple[int, ...]) -> Ten
         choose, found.shape[0] * u,
         found, s.list, s.chosen, t, c.exact, outer, BT=room, num_warps=max(1, min(8, room // 512)),
     )  # fmt: skip
-    return squared
 
 
 def _sums(c: Call, x: Tensor, y: Tensor, table: Tensor, at: int, exact: Tensor | None, weight: Tensor | None) -> Tensor:
@@ -180,21 +170,18 @@ def backward(
     x, p = tables(c.field, c.mask, c.device), c.plan
     at, (_, u, t, *_) = c.steps(x, s), c.sizes
     delta, more = torch.empty_like(s.lse), torch.empty_like(s.lse)
-    squared = _pooled_queries(c, q, x, at[0], PART, (None, None))
     launch(
         for_queries, (c.n_tiles[0], c.b * c.h),
-        q, squared, k, v, x.queries, x.keys, s.mean, _some(s.half), s.value, x.logn, _some(s.moment), s.chosen,
-        x.rows(s.list), x.tiles, s.mean.mean(2, dtype=torch.float32), o, s.rest, grad, s.lse, s.far, delta, more, dq,
-        *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, VARIANCE=c.variance,
-        BQ=c.field.q_tile, KT=c.field.k_tile, **c.wide, **p.for_queries,
+        q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list), x.tiles,
+        s.mean.mean(2, dtype=torch.float32), o, s.rest, grad, s.lse, s.far, delta, more, dq,
+        *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, BQ=c.field.q_tile, KT=c.field.k_tile,
+        **c.wide, **p.for_queries,
     )  # fmt: skip
-    pooled = [torch.empty_like(s.mean, dtype=torch.float32) for _ in range(3 if c.variance else 2)]
-    dmean, dvalue, dhalf = (*pooled, None)[:3]
+    dmean, dvalue = (torch.empty_like(s.mean, dtype=torch.float32) for _ in range(2))
     launch(
         for_tiles, (-(-t // p.for_tiles["BM"]), c.b * c.hk),
-        q, squared, x.queries, s.mean, _some(s.half), s.value, x.logn, s.chosen, grad, s.lse, delta, more, dmean, dhalf,
-        dvalue, *_strides(q, squared, grad), at, c.sizes, u, c.hk, c.groups, *c.numbers, VARIANCE=c.variance,
-        BQ=c.field.q_tile, **c.wide, **p.for_tiles,
+        q, x.queries, s.mean, s.value, x.logn, s.chosen, grad, s.lse, delta, more, dmean, dvalue, *_strides(q, grad),
+        at, c.sizes, u, c.hk, c.groups, *c.numbers, BQ=c.field.q_tile, **c.wide, **p.for_tiles,
     )  # fmt: skip
     dmoment = None
     if c.first:
@@ -207,7 +194,7 @@ def backward(
     outer = -(-c.sizes[4] * c.field.k_tile // p.for_keys["BK"])
     launch(
         for_keys, (groups + outer, c.b * c.hk),
-        q, k, v, x.queries, x.keys, readers, count, s.mean, s.value, x.logn, dmean, dhalf, dvalue, dmoment,
-        grad, s.lse, delta, dk, dv, *_strides(q, k, v, grad, dk, dv), at, c.sizes, c.hk, c.groups, *c.numbers,
+        q, k, v, x.queries, x.keys, readers, count, s.mean, s.value, x.logn, dmean, dvalue, dmoment, grad,
+        s.lse, delta, dk, dv, *_strides(q, k, v, grad, dk, dv), at, c.sizes, c.hk, c.groups, *c.numbers,
         BQ=c.field.q_tile, KT=c.field.k_tile, **c.wide, **p.for_keys,
     )  # fmt: skip

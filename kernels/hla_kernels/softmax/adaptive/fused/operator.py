@@ -31,7 +31,7 @@ def _call(q, k, mask, grid, prefix, suffix, q_tile, k_tile, exact, select, far, 
 def adaptive_op(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grid: Sequence[int], prefix: int, suffix: int, q_tile: int,
     k_tile: int, exact: int, select: str, far: str, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o [B, N, H, D] and `launch.Saved`. q [B, N, H, D], k, v [B, N, Hk, D]; outputs of padded tokens are not
     written."""
     from .launch import forward

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import FREE, added, get, head_of, load, put, squares, store, tile_sums
+from .tiles import FREE, added, get, head_of, load, store, tile_sums
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -34,25 +34,23 @@ def pool(
 
 @triton.jit(do_not_specialize=FREE)
 def pool_queries(
-    Q, TOKENS, Q2, QUERY, SQUARE, qs, os, at, sizes, heads, scale, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    Q, TOKENS, QUERY, SQUARE, qs, at, sizes, heads, scale, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute Q2 = scale Q^2 of the tokens on the grid; QUERY, the mean of W slots, and SQUARE = scale QUERY^2
-    [B H, slots / W, D]. Q2, or QUERY and SQUARE, may be None. at: batch stride of TOKENS. sizes: number of slots."""
+    """Compute QUERY, the mean of W slots, and SQUARE = scale QUERY^2 [B H, slots / W, D]. SQUARE may be None. at: batch
+    stride of TOKENS. sizes: number of slots."""
     start, bh = tl.program_id(0) * BN, tl.program_id(1)
     b, h = bh // heads, bh % heads
     e = start + tl.arange(0, BN)
     row = tl.load(TOKENS + b.to(tl.int64) * at + e, e < sizes[0], other=-1)
     q = get(head_of(Q, qs, b, h), row, qs, row >= 0, D, DP).to(tl.float32)
-    if Q2 is not None:
-        put(head_of(Q2, os, b, h), row, os, row >= 0, squares(q, scale), D, DP)
-    if QUERY is not None:
-        n = tl.maximum(tl.sum(tl.reshape((row >= 0).to(tl.float32), [BN // W, W]), 1), 1.0)
-        mean = tile_sums(q, W) / n[:, None]
-        i, own = start // W + tl.arange(0, BN // W), bh.to(tl.int64) * (sizes[0] // W) * D
-        inside = i < sizes[0] // W
-        store(QUERY + own, i, D, inside, mean, D, DP)
-        store(SQUARE + own, i, D, inside, squares(mean, scale), D, DP)
+    n = tl.maximum(tl.sum(tl.reshape((row >= 0).to(tl.float32), [BN // W, W]), 1), 1.0)
+    mean = tile_sums(q, W) / n[:, None]
+    i, own = start // W + tl.arange(0, BN // W), bh.to(tl.int64) * (sizes[0] // W) * D
+    inside = i < sizes[0] // W
+    store(QUERY + own, i, D, inside, mean, D, DP)
+    if SQUARE is not None:
+        store(SQUARE + own, i, D, inside, scale * mean * mean, D, DP)
 
 
 @triton.jit(do_not_specialize=FREE)

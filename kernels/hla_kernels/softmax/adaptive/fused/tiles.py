@@ -82,30 +82,11 @@ def tile_sums(x, W: tl.constexpr):
 
 
 @triton.jit
-def squares(q, scale):
-    """Return scale q^2 in the dtype of q."""
-    x = q.to(tl.float32)
-    return (x * x * scale).to(q.dtype)
-
-
-@triton.jit
-def far_tiles(start, MEAN, HALF, LOGN, T, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
-    """Load BM key tiles: (indices, validity, mean, half variance, log2 of the size)."""
+def far_tiles(start, MEAN, LOGN, T, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr):
+    """Load BM key tiles: (indices, validity, mean, log2 of the size)."""
     m = start + tl.arange(0, BM)
     there = m < T
-    logn = tl.load(LOGN + m, there, other=-float("inf"))
-    mean = load(MEAN, m, D, there, D, DP)
-    half = mean if HALF is None else load(HALF, m, D, there, D, DP)
-    return m, there, mean, half, logn
-
-
-@triton.jit
-def far_powers(q, q2, mean, half, factor, VARIANCE: tl.constexpr):
-    """Return b [queries, tiles], a base-2 logarithm; q2: `squares` of q."""
-    b = products(q, mean)
-    if VARIANCE:
-        b = tl.dot(q2, tl.trans(half), b, input_precision="ieee")
-    return b * factor
+    return m, there, load(MEAN, m, D, there, D, DP), tl.load(LOGN + m, there, other=-float("inf"))
 
 
 @triton.jit
