@@ -261,7 +261,7 @@ def fours_of(grid: tuple[int, ...], tile: Tensor, size: int) -> Tensor:
 
 
 def adaptive_multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options) -> Tensor:
-    """Softmax, exact for the key tiles with the highest scores; other tiles enter by mean and variance; keep [N]."""
+    """Softmax, exact for the key tiles with the highest scores; other tiles enter by their means; keep [N]."""
     outer = (0, 0, o["prefix"], o["suffix"])
     (of_key, at_key), (of_query, at_query) = (tiles_of(o["grid"], o[name]) for name in ("k_tile", "q_tile"))
     member, own = (F.pad(F.one_hot(x).to(q), outer) * keep[:, None] for x in (of_key, of_query))
@@ -269,7 +269,7 @@ def adaptive_multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options
     mean = member.mT @ k / n.clamp(min=1)[:, None]
     variance = member.mT @ (k - member @ mean).square() / n.clamp(min=1)[:, None]
     q = o["q_scale"] * q
-    s, a, spread = q @ k.mT, q @ mean.mT, q.square() @ variance.mT
+    s, a = q @ k.mT, q @ mean.mT
     # queries pooled by four and by whole tiles: score of the mass and the spread that they see
     parts = F.pad(fours_of(o["grid"], of_query, o["q_tile"]).to(q), outer) * keep[:, None]
     some, query = (x.mT @ q / x.sum(0).clamp(min=1)[:, None] for x in (parts, own))
@@ -278,7 +278,7 @@ def adaptive_multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options
     score = {
         "error": (own.mT @ parts) @ (share * wide),
         "mass": (own.mT @ parts) @ share,
-        "mean": query @ mean.mT + query.square() @ variance.mT / 2,
+        "mean": query @ mean.mT,
         "near": -(at_query[:, None] - at_key[None]).square().sum(-1).to(q).expand(len(q), -1, -1),
     }[o["select"]]
     score = score if o["select"] == "near" else score.masked_fill(n == 0, float("-inf"))
@@ -286,7 +286,7 @@ def adaptive_multipole(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, o: Options
     best = score.argsort(dim=-1, descending=True, stable=True)[..., :exact]
     near = own @ torch.zeros_like(score).scatter(-1, best, 1.0)
     far = (own.sum(-1, keepdim=True) * (1 - near)).bool() & (n > 0)  # [H, N, tiles]
-    b = a if o["far"] == "mean" else a + spread / 2
+    b = a + q.square() @ variance.mT / 2 if o["far"] == "variance" else a
     e = torch.where((far.to(q) @ member.mT).bool(), b @ member.mT, s).masked_fill(~keep, float("-inf"))
     if o["far"] == "none":
         e = e.masked_fill((far.to(q) @ member.mT).bool(), float("-inf"))

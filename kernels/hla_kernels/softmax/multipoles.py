@@ -25,5 +25,5 @@ FORMS: dict[type, dict[str, Any]] = {
 def why_not(call: MultipoleCall) -> str | None:
     """Return the reason why no Triton form supports a checked call, or None."""
     if isinstance(call, multipole_call.MultipoleCall):
-        return "multipole has no Triton form; adaptive_multipole has one"
+        return "multipole has no Triton form; adaptive_multipole, closer to softmax, has one"
     return fused.why_not(call)
