@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
-from zoo.mixers import Context, build_mixer
+from hla_kernels import op
+from tests.helpers.mixers import DIM, HEAD_DIM, HEADS, inputs
+from zoo.mixers import MIXERS, Context, build_mixer
+from zoo.mixers.base import LEARNED_MAPS
 from zoo.mixers.layers import Power
 
 B, N, H, D, C = 2, 13, 3, 4, 12
@@ -109,6 +112,27 @@ def test_power_turns_the_positive_parts_of_each_head_and_keeps_their_length(name
     mixer(q.requires_grad_(), k.requires_grad_(), v, ctx).square().sum().backward()
     for x in (q, k, mixer.phi_q.weight, mixer.phi_k.weight):
         assert x.grad.isfinite().all() and x.grad.abs().max() > 0
+
+
+OF_POWER = [name for name in MIXERS if getattr(MIXERS[name].defaults, "feature_map", "") == "power"]
+
+
+@pytest.mark.parametrize("name", OF_POWER)
+def test_operators_take_the_features_of_power_as_they_are(monkeypatch, name):
+    """A relu after them changes nothing, neither in outputs nor in gradients."""
+    layout = {"grid": (4, 4)} if MIXERS[name].defaults.needs_grid else {}
+    mixer = build_mixer(name, DIM, HEADS, HEAD_DIM, dtype=torch.float64, **layout)
+    tokens = [x[:, :16].detach().requires_grad_() for x in inputs()[:3]]
+    ctx, maps, choose = Context(x=inputs()[3].x[:, :16], grid=(4, 4)), set(), op.choose
+    monkeypatch.setattr(op, "choose", lambda call, impl: maps.add(call.options.feature_map) or choose(call, impl))
+    found = []
+    for inner in ("identity", "relu"):
+        monkeypatch.setitem(LEARNED_MAPS, "power", inner)
+        y = mixer(*tokens, ctx)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [*tokens, *mixer.phi_q.parameters()])])
+        assert maps <= {None, inner}
+        maps.clear()
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def test_power_starts_at_the_exponent_asked_for():

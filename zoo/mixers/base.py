@@ -16,7 +16,8 @@ from zoo.mixers.layers import HeadGains, HeadRMSNorm, Hedgehog, OutputGate, Powe
 from zoo.mixers.options import MixerOptions
 from zoo.mixers.protocol import Mixer
 
-LEARNED_MAPS = {"hedgehog": "softmax_pair", "power": "relu"}  # learned map -> map that the operator applies after it
+# learned map -> map that the operator applies after it; features of `power` are not negative already
+LEARNED_MAPS = {"hedgehog": "softmax_pair", "power": "identity"}
 EPS = 1e-12  # added to denominators; products of small features (softmax map, third order) must stay far above it
 ONES = 16  # width of the all-ones value matrix used to compute a separate denominator; 16 is the Triton minimum
 SMALLEST_DECAY = 1e-30  # lower bound of a learned decay: the operators take its logarithm

@@ -14,7 +14,7 @@ from zoo.errors import unknown_name
 from zoo.grid import split_tokens
 from zoo.mixers.base import EPS
 from zoo.mixers.context import Context, LayerSpec
-from zoo.mixers.moments import NO_CHANGE, apply_matrix, product, token_max, token_softmax
+from zoo.mixers.moments import apply_matrix, product, token_max, token_softmax
 from zoo.mixers.options import LocalOptions
 from zoo.mixers.protocol import Mixer
 
@@ -199,7 +199,7 @@ class Performer(TwoSidedMixer):
         k = k if mask is None else k.masked_fill(~mask[:, :, None, None], torch.finfo(k.dtype).min)
         k = (k - token_max(k.amax(-1, keepdim=True), self.group)).exp().to(v.dtype)
         q = (q - q.detach().amax(-1, keepdim=True)).exp().to(v.dtype)
-        options = {"feature_map": NO_CHANGE, "normalize": True, "eps": EPS, "key_padding_mask": mask}
+        options = {"feature_map": "identity", "normalize": True, "eps": EPS, "key_padding_mask": mask}
         return self.run(hla_kernels.linear_attention, q, k, v, **options)
 
     def exponents(self, x: Tensor) -> Tensor:

@@ -122,9 +122,7 @@ class BlockMixer(BlockedMixer):
         }  # fmt: skip
         if opt.feature_map == "identity":
             layout["q_scale"] = self.scale
-        # features of `power` are not negative already, and few tokens are mixed faster without a map in the operator
-        inner = "identity" if opt.feature_map == "power" else self._inner_map
-        ratio = {"feature_map": inner, "normalize": opt.normalize, "eps": EPS}
+        ratio = {"feature_map": self._inner_map, "normalize": opt.normalize, "eps": EPS}
         if ctx.qkv is not None and self._reads_packed(ctx):
             return self._streamed("weights", ctx.qkv, **layout, **ratio)
         if ctx.prepared:

@@ -9,8 +9,6 @@ from hla_kernels.features import feature
 from hla_kernels.ranks.collectives import add_ranks, add_tokens
 from zoo.mixers.base import LinearMixer
 
-NO_CHANGE = "relu"  # leaves non-negative features unchanged and lets the operator divide by their sum
-
 
 class MomentMixer(LinearMixer):
     """Mixer whose tokens interact in sums only, which context parallelism adds over the devices."""

@@ -7,7 +7,7 @@ from zoo.mixers.base import EPS
 from zoo.mixers.context import Context
 from zoo.mixers.hla import LinearAttention
 from zoo.mixers.layers import mean_value
-from zoo.mixers.moments import NO_CHANGE, token_softmax
+from zoo.mixers.moments import token_softmax
 from zoo.mixers.options import TwoSidedRatioOptions
 
 
@@ -37,7 +37,7 @@ class Rala(LinearAttention):
             return super()._mix(mask, q, k, rotated_q, rotated_k, v)
         q, k = (feature(t, self._inner_map) for t in tensors[:2])
         k = (k * self._key_weights(q, k, mask)).to(k.dtype)
-        return self.operate(q, k, tensors[2], feature_map=NO_CHANGE, normalize=True, eps=EPS, key_padding_mask=mask)
+        return self.operate(q, k, tensors[2], feature_map="identity", normalize=True, eps=EPS, key_padding_mask=mask)
 
     def _key_weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """Compute alpha [B, N, Hk, 1] of features q [B, N, H, D] and k [B, N, Hk, D] in at least float32.
