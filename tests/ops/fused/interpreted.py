@@ -75,6 +75,7 @@ CASES = [
     ("linear_attention", PLAIN, "split", 37, 128, 16, (2, 2), HALF, "ones"),
     ("ahla", PLAIN, "split", 37, 128, 16, (1, 1), HALF, "ones"),
     ("polynomial", RELU_QK, "split", 37, 40, 40, (1, 1), FULL, "strided"),
+    ("polynomial", {"feature_map": "identity", **POSITIVE_RATIO}, "split", 70, 64, 64, (2, 2), HALF, "positive"),
     # values wider than keys, whose second parts differ too: a column of ones beside the features sums values
     ("ahla", RATIO, "split", 37, 72, 96, (2, 2), HALF, "contiguous"),
     ("hla2", {**ELU_MEAN, "ridge": 0.1}, "split", 37, 40, 96, (2, 2), HALF, "contiguous"),

@@ -138,8 +138,6 @@ def too_wide(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> st
     modified = mapped(spec) or spec.normalize or dtype == torch.float16
     if spec.op == "polynomial" and width > 64 and modified and not mixed(spec, w, dtype, own):
         return f"polynomial of {width} features, more than 64, is for bfloat16 without feature map and ratio"
-    if spec.op == "polynomial" and ratio(spec) and not mapped(spec) and not mixed(spec, w, dtype, own):
-        return "a ratio of polynomial without feature map is for bfloat16 heads of 64 or 72 channels without padding"
     return None
 
 
