@@ -121,6 +121,20 @@ def test_magnitudes_are_no_smaller_than_what_they_bound(call):
         assert float(exact.norm()) <= 1.5 * float(most.norm()) + 1e-12  # rotations: sqrt(2)
 
 
+FAILED = [
+    Call("hla3", "float16", 1, 2, 2, 2, 64, 64, seed=1233934628, layout="packed", mean=0.5,
+         options={"feature_map": "identity", "scale": 1 / 64, "q_scale": 1 / 8}, extra={"lengths": [1, 0, 1]}),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here")
+@pytest.mark.parametrize("call", FAILED, ids=lambda call: f"{call.op}-{call.seed}")
+def test_calls_that_failed_on_a_gpu(call):
+    """Of hla3: its operator, of numbers around 2**-21, was rounded to float16."""
+    assert operators.check(call, "cuda") == ""
+
+
 @pytest.mark.parametrize("changes", [{"options": CALL.options | {"feature_map": "rleu"}}, {"impl": "triton"}])
 def test_refusals_are_no_failures(changes):
     with pytest.raises(operators.Refused):

@@ -29,7 +29,7 @@ from ...dispatch.faults import Fault
 from ...sequences import WHOLE, Sequences
 from . import plan
 from .plan import paths, special, sums
-from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, widths
+from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, operator_dtype, widths
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
 
@@ -81,7 +81,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     w, (batch, n, heads), own = widths(q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     batch_heads = batch * heads
     kept, lay = paths.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own), layout(spec, w)
-    size = q.element_size()
+    size = operator_dtype(q.dtype).itemsize
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
     if paths.halved(spec, w, q.dtype, own):
         whole = sums.kept_floats(spec, w, q.dtype)

@@ -146,6 +146,18 @@ def largest(a, A2: tl.constexpr, B2: tl.constexpr):
 
 
 @triton.jit
+def cast_operator(m, dtype: tl.constexpr, NORM: tl.constexpr, A2: tl.constexpr, B2: tl.constexpr):
+    """Return (M / unit in the dtype of the tokens, unit). The unit per head avoids underflow and overflow in float16,
+    since M has the scale of a moment as many times as there are moments in it; a ratio has `Spec.in_range`."""
+    unit = 1.0
+    if dtype == tl.float16 and not NORM:
+        m = cast4(m, tl.float32)
+        unit = power_of_two(largest(m, A2, B2))
+        m = scale4(m, 1.0 / unit)
+    return cast4(m, dtype), unit
+
+
+@triton.jit
 def cast_weights(w, ORDER: tl.constexpr, dtype: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
     """Return (w / unit in the dtype of the tokens, unit). The unit per head avoids underflow in float16, where weights
     are of the order of 1 / N."""

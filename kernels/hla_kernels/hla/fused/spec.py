@@ -127,6 +127,12 @@ class Spec(NamedTuple):
         return self.q_scale / n if self.scale is None else self.scale
 
 
+def operator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the operators of tokens in memory: float16 ones are cast where they are used, in units of a
+    power of two (`algebra.cast_operator`)."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def split_width(d: int) -> tuple[int, int]:
     """D = D1 + D2 with both powers of two (D2 = 0 or >= 16), the least padded columns: 72 = 64 + 16, 96 = 64 + 32, 112
     -> 128."""

@@ -40,13 +40,29 @@ def force(patch, path):
     patch.setattr(paths, "saves", lambda *a: int(path == "split"))
 
 
+def both(monkeypatch, op, options, path, tokens, grad, c, ragged):
+    """o and the gradients of the Triton form on a path, in parts of 32 tokens, and of the torch form in float64."""
+    options = {"feature_map": None, "normalize": False, "center": None, "mean_path": False, "ridge": 0.0,
+               "scale": None, "eps": 1e-6, "q_scale": 1.0, **options}  # fmt: skip
+    results = []
+    for impl, kept in (("triton", grad.dtype), ("torch", torch.float64)):
+        x = [t.detach().to(kept).requires_grad_() for t in tokens] + ([] if c is None else [c.clone().requires_grad_()])
+        with monkeypatch.context() as patch:
+            if impl == "triton":
+                poison(patch)
+                force(patch, path)
+                patch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 32), 32))
+            more = (c if c is None else x[3], op, *options.values(), impl, False, True)
+            y = torch.ops.hla_kernels.two_sided(*x[:3], *more, **ragged)[0]
+            results.append([y, *torch.autograd.grad(y, x, grad.to(kept))])
+    return results
+
+
 @pytest.mark.parametrize("kind", ("mask", "packed"))
 @pytest.mark.parametrize("case", RAGGED, ids=lambda c: "-".join(str(x) for x in (c[0], *c[1].values(), c[2])))
 def test_sequences(monkeypatch, case, kind):
     """Padded and packed sequences against the torch form in float64; padding holds NaN, and gets zeros."""
     op, options, path, heads, dtype = case
-    options = {"feature_map": None, "normalize": False, "center": None, "mean_path": False, "ridge": 0.0,
-               "scale": None, "eps": 1e-6, "q_scale": 0.7, **options}  # fmt: skip
     tokens, grad, c = make(Spec(op), 40, 16, 16, heads, dtype, "contiguous")
     c = None if c is None else c.abs()
     mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) < 0.6
@@ -59,17 +75,7 @@ def test_sequences(monkeypatch, case, kind):
     else:
         for t in (*tokens, grad):
             t[~mask] = float("nan")
-    results = []
-    for impl, kept in (("triton", dtype), ("torch", torch.float64)):
-        x = [t.detach().to(kept).requires_grad_() for t in tokens] + ([] if c is None else [c.clone().requires_grad_()])
-        with monkeypatch.context() as patch:
-            if impl == "triton":
-                poison(patch)
-                force(patch, path)
-                patch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 32), 32))
-            more = (c if c is None else x[3], op, *options.values(), impl, False, True)
-            y = torch.ops.hla_kernels.two_sided(*x[:3], *more, **ragged)[0]
-            results.append([y, *torch.autograd.grad(y, x, grad.to(kept))])
+    results = both(monkeypatch, op, {"q_scale": 0.7, **options}, path, tokens, grad, c, ragged)
     errors = [relative_error(a, t) for a, t in zip(*results, strict=True)]  # coefficients are positive
     assert max(errors) <= LIMITS[dtype], errors
     assert all(bool(t.isfinite().all()) for t in results[0])
@@ -112,3 +118,22 @@ def test_a_centred_key_alone_has_no_gradient_beside_a_ridge(monkeypatch):
         _, saved = fused.forward(*x[:3], none, spec, True, seqs)
         fused.backward(x[3], *x[:3], none, spec, outs, saved, seqs)
     assert outs[1][:, 37].abs().max() <= 1e-4 * outs[1].abs().max()
+
+
+# op, options, path: the operators are far below 2**-14, the least number of float16 that has all its digits
+SMALL = (
+    ("linear_attention", {"scale": 2.0**-18}, "heads"), ("linear_attention", {"scale": 2.0**-18, **ANCHORED}, "split"),
+    ("hla2", {"scale": 2.0**-12}, "split"), ("ahla", {"scale": 2.0**-10, **RELU_QK}, "split"),
+    ("hla3", {"scale": 2.0**-9}, "split"), ("hla3", {"scale": 2.0**-12, "feature_map": "elu1"}, "split"),
+    ("polynomial", {"scale": 2.0**-18}, "split"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "options", "path"), SMALL, ids=str)
+def test_operators_below_the_numbers_of_float16(monkeypatch, op, options, path):
+    """Sequences of one token, none and two. Results are multiples of 2**-24, which adds half of one per number."""
+    tokens, grad, c = make(Spec(op), 3, 64, 64, (2, 2), HALF, "contiguous")
+    ragged = {"cu_seqlens": torch.tensor([0, 1, 1, 3], dtype=torch.int32), "max_seqlen": 2}
+    results = both(monkeypatch, op, options, path, [t[:1] for t in tokens], grad[:1], c, ragged)
+    for name, a, t in zip("oqkv", *(x[:4] for x in results), strict=True):
+        assert (a.double() - t).norm() <= LIMITS[HALF] * t.norm() + 2.0**-25 * t.numel() ** 0.5, name

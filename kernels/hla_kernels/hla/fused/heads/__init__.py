@@ -9,10 +9,10 @@ of ALIGN. Query head h reads key head h // G; gradients of k and v are written p
 import triton
 import triton.language as tl
 
-from ..algebra import affine, anchor, cast_weights, ones_moments, scale_moments
+from ..algebra import affine, anchor, cast_operator, cast_weights, ones_moments, scale_moments
 from ..loops import read_out, shifted_base, span, sum_keys, sum_moments, write_grads
 from ..maps import is_shifted, unshift, unshift_sums
-from ..tiles import cast4, scale4, store4, store_vec, trans4, zeros2
+from ..tiles import scale4, store4, store_vec, trans4, zeros2
 
 NO_SPECIALIZE = [
     "qs", "ks", "vs", "os", "gs", "fqs", "fks", "dqs", "dks", "dvs", "N", "H", "G", "chunk", "scale", "eps",
@@ -108,7 +108,7 @@ def head_forward(
         m1, q1 = ones_moments(sums, scale, 0, F1, F2)
         a = anchor(m, m1, q1, sums, 1, F1, F2, V1, V2)
         out, row = affine(out, m1, sums, a, N[1], F1, F2, V1, V2)
-    out = cast4(out, q.dtype.element_ty)
+    out, unit = cast_operator(out, q.dtype.element_ty, NORM, F2, V2)
     if SAVE:
         store4(matrix + pid.to(tl.int64) * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
         to = state + pid.to(tl.int64) * K
@@ -117,7 +117,7 @@ def head_forward(
     base, more = shifted_base(out, m1, D, NORM and is_shifted(FMAP), F1, F2, V2)
     read_out(
         q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, m1, row, base, more, eps, NORM, False, FMAP, D,
-        F1, F2, DV, V1, V2, BO, PREC,
+        F1, F2, DV, V1, V2, BO, PREC, unit,
     )  # fmt: skip
 
 
@@ -147,14 +147,14 @@ def head_backward(
     m, _, dm, _ = sum_moments(
         q, k, v, g, qn, kn, vn, gn, 0, N, 1, False, True, False, D, F1, F2, DV, V1, V2, BN, PREC
     )
-    mt = cast4(trans4(scale4(m[0], scale)), q.dtype.element_ty)
+    mt, mt_unit = cast_operator(trans4(scale4(m[0], scale)), q.dtype.element_ty, False, V2, F2)
     dm = scale4(dm, scale)
     w, unit = cast_weights((dm, dm, dm, dm, dm), 1, q.dtype.element_ty, F2, V2)
     m1 = zeros2(F1, F2)
     write_grads(
         q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
         kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, 0, w, unit,
-        (m1, m1, zeros2(V1, V2)), 0, 1, False, False, 0, D, F1, F2, DV, V1, V2, FD, BO, PREC,
+        (m1, m1, zeros2(V1, V2)), 0, 1, False, False, 0, D, F1, F2, DV, V1, V2, FD, BO, PREC, mt_unit=mt_unit,
     )  # fmt: skip
 
 

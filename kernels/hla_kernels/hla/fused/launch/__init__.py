@@ -13,7 +13,7 @@ from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
 from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
 from ..plan import paths
-from ..spec import ORDERS
+from ..spec import ORDERS, operator_dtype
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
 from . import pairs
 from .call import BLOCK, Call, Outs, Saved, pad, placed, staged, unfused
@@ -121,7 +121,7 @@ def split_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 
 def room_of(call: Call) -> Tensor:
     """Allocate operators and states of every head."""
-    return call.buffer(call.bh * call.lay.floats(call.q.element_size()))
+    return call.buffer(call.bh * call.lay.floats(operator_dtype(call.q.dtype).itemsize))
 
 
 def apply_call(call: Call, o: Tensor, saved: Saved) -> None:

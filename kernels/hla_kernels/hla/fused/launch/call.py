@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....sequences import WHOLE, Sequences
 from .. import plan
-from ..spec import Spec, alignment, layout, strides, widths
+from ..spec import Spec, alignment, layout, operator_dtype, strides, widths
 
 BLOCK = 1024
 Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
@@ -26,7 +26,7 @@ class Saved(NamedTuple):
     @classmethod
     def of(cls, buffer: Tensor, call: Call) -> Saved:
         """Split a buffer of `fused.saved_floats`: operators, then states."""
-        lay, dtype = call.lay, call.q.dtype
+        lay, dtype = call.lay, operator_dtype(call.q.dtype)
         start = call.bh * lay.matrix_floats(dtype.itemsize)
         matrix = buffer[:start].view(dtype)[: call.bh * lay.fd * lay.dv]
         return cls(buffer[start : start + call.bh * lay.k].view(call.bh, lay.k), matrix.view(call.bh, lay.fd, lay.dv))

@@ -22,10 +22,10 @@ from .vectors import add_common, as_row, columns, common_row, ones_tile, recipro
 def read_out(
     q, o, qn, on, lo, hi, m, m1, row, base, more, eps, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, unit=1.0,
 ):  # fmt: skip
     """Write o = q m (+ row) or, normalised, (q m + base + den row) / (den + eps) for tokens lo..hi, den = q.m1 + more
-    (`shifted_base`): exact for any eps, unlike row - eps row / (den + eps).
+    (`shifted_base`): exact for any eps, unlike row - eps row / (den + eps). m is in units of `unit` unless normalised.
 
     Last tile first: it is the one still in L2.
     """
@@ -54,7 +54,9 @@ def read_out(
             y = axpy2(y, den[:, None], as_row(row), V2)
             y = (y[0] * inverse, y[1] * inverse)
         elif ROW:
-            y = axpy2(y, 1.0, as_row(row), V2)
+            y = axpy2(in_units(y, unit, V2), 1.0, as_row(row), V2)
+        else:
+            y = in_units(y, unit, V2)
         store_tokens(o + (zero + start) * on, j, on, live, y, DV, V1, V2)
 
 
@@ -110,10 +112,10 @@ def write_grads(
     PART: tl.constexpr, ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
     D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr = None, TILED: tl.constexpr = True,
+    STAGES: tl.constexpr = None, TILED: tl.constexpr = True, mt_unit=1.0,
 ):  # fmt: skip
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
-    WR', WW) in units of `unit`.
+    WR', WW) in units of `unit`, mt in units of `mt_unit`.
 
     NORM: 1 / den and d loss / d den of every token are read from ratio [*, 2]; m1 and the rows are
     pointers then.
@@ -181,7 +183,7 @@ def write_grads(
                 inverse, total = get_ratio(ratio, start + i, live)
                 gq = (gq[0] * inverse[:, None], gq[1] * inverse[:, None])
                 gq = axpy2(gq, total[:, None], as_row(load_vec(m1, FD, F1, F2)), F2)
-            gq = in_units(gq, 1.0 / unit, F2)
+            gq = in_units(gq, mt_unit / unit, F2)
             if ORDER == 2 or ORDER == 5:
                 gq = add_product(gq, tv, w[2], APART, V2, F2, PREC)
             if ORDER == 3 or ORDER == 5:

@@ -173,8 +173,8 @@ def middle_grads_key(
     HALF: tl.constexpr,
 ):  # fmt: skip
     """Rows over F, after `middle_grads_value`: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross
-    [B * H, F, F], float32) where `middle_grads_pair` follows. HALF: products with float16 tokens read the weights as
-    they are here."""
+    [B * H, F, F], float32) where `middle_grads_pair` follows. HALF: products with float16 tokens read the weights and
+    the operator as they are here."""
     BLOCKS: tl.constexpr = (FD + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
@@ -216,6 +216,8 @@ def middle_grads_key(
             tl.store(p, tl.sum(rowdot(pi, x, V2)) + tl.sum(p1i * d1i))
             tl.store(p + 2, tl.sum(rowdot(rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, 1, FD), zt, F2)))
     mi = rows_of(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, DV, 1)
+    if HALF:
+        mi = (rounded(mi[0]), rounded(mi[1]))
     d1 = zeros2(F1, F2)
     d1i = tl.zeros([BR], tl.float32)
     if NORM:

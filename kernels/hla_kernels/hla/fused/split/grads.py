@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from ..algebra import cast_weights, centre_rows
+from ..algebra import cast_operator, cast_weights, centre_rows
 from ..heads import at_head, ratio_of
 from ..loops import longest, place, span, upto, write_grads
 from ..maps import is_shifted
-from ..tiles import axpy2, cast4, load4, load_vec, trans4, zeros2
+from ..tiles import axpy2, load4, load_vec, trans4, zeros2
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk"]
 
@@ -80,13 +80,13 @@ def part_grads(
         if MEAN or CENTER > 0:  # loaded last to save registers
             more = read_rows(rows, FD, F1, F2, DV, V1, V2)
             row = (axpy2(row[0], 1.0, more[0], F2), axpy2(row[1], 1.0, more[1], F2), axpy2(row[2], 1.0, more[2], V2))
-    mt = cast4(mt, tokens[0].dtype.element_ty)
+    mt, mt_unit = cast_operator(mt, tokens[0].dtype.element_ty, NORM, V2, F2)
     w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
     ONES: tl.constexpr = TILED == "all" or (TILED == "keys" and PART > 1)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
         gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, PART, ORDER, NORM, ROW, FMAP, D, F1, F2,
-        DV, V1, V2, FD, BN, PREC, TILED=ONES,
+        DV, V1, V2, FD, BN, PREC, TILED=ONES, mt_unit=mt_unit,
     )  # fmt: skip
 
 

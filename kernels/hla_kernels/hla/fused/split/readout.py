@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..algebra import source
+from ..algebra import cast_operator, source
 from ..heads import at_head, ratio_of
 from ..loops import (
     end_pairs,
@@ -31,7 +31,7 @@ def apply(
     F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
     K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute o = q M for one part of one head; matrix [B * H, F, V] has the dtype of the tokens."""
+    """Compute o = q M for one part of one head; matrix [B * H, F, V] has the dtype of the tokens, or float32."""
     b, h, part = place(H, PARTS)
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
@@ -39,6 +39,7 @@ def apply(
     lo = part * chunk
     m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
     m1 = zeros2(F1, F2)
+    read, unit = cast_operator(m, q.dtype.element_ty, NORM, F2, V2)
     row = zeros2(V1, V2)
     SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER)
     ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
@@ -52,12 +53,11 @@ def apply(
         sq = m1
         if CENTER == 2:
             sq = load_vec(state + OFF[5], FD, F1, F2)
-        row = axpy2(row, 1.0, vecmat(source(sq, n, CENTER == 2, SHIFT, F1, F2), m, F2, V2), V2)
-    base, more = shifted_base(m, m1, D, NORM and is_shifted(FMAP), F1, F2, V2)
+        row = axpy2(row, unit, vecmat(source(sq, n, CENTER == 2, SHIFT, F1, F2), read, F2, V2), V2)
+    base, more = shifted_base(read, m1, D, NORM and is_shifted(FMAP), F1, F2, V2)
     read_out(
         at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
-        upto(lo + chunk, N), cast4(m, q.dtype.element_ty), m1, row, base, more, eps, NORM, ROW, FMAP, D, F1, F2, DV,
-        V1, V2, BN, PREC,
+        upto(lo + chunk, N), read, m1, row, base, more, eps, NORM, ROW, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, unit,
     )  # fmt: skip
 
 
