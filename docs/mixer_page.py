@@ -13,7 +13,7 @@ from zoo.mixers import MIXERS, Mixer, MixerConfig
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = ("quality", "power-h100", "quality-digits", "denoisers-h100", "dit-cifar10", "video-clips")
-ARENA = RESULTS / "arena.json"
+ARENA, SPEEDS = RESULTS / "arena.json", RESULTS / "arena-speed.json"
 BETTER = {"top1": 1, "validation loss": -1, "validation loss of the average": -1}  # measure -> sign of a good one
 SOURCES = ("scratch", "converted", "control")  # of the weights that a run starts from
 STATES = {  # causal class -> numbers that it keeps of earlier tokens, without vectors
@@ -66,11 +66,35 @@ COLUMNS = (
 )  # fmt: skip
 
 
+ORDERS = """## Where more than first order pays
+
+Small networks trained from scratch on the [small tasks](experiments.md#small-tasks)
+([all scores](results/arena.md))."""
+
+
 def page() -> str:
     """Make the page."""
     won = winners(contests())
     rows = [row(name, kind, won.get(name, [])) for name, kind in MIXERS.items()]
-    return f"{HEAD}\n" + "\n".join(markdown_table(COLUMNS, rows)) + "\n"
+    parts = [HEAD + "\n" + "\n".join(markdown_table(COLUMNS, rows))]
+    if ARENA.is_file() and (compared := arena.report.against_first_order(read(ARENA), speeds())):
+        parts += [ORDERS, *compared]
+    return "\n\n".join(parts) + "\n"
+
+
+def small_tasks(result: dict[str, Any]) -> str:
+    """Make the tables of the small tasks."""
+    return arena.report.text(result, speeds())
+
+
+def speeds() -> list[dict[str, Any]]:
+    """Return the rows of processes that had a GPU alone."""
+    return read(SPEEDS)["rows"] if SPEEDS.is_file() else []
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Read a result file."""
+    return json.loads(file.read_text())
 
 
 def row(name: str, kind: type[Mixer], won: list[str]) -> list[str]:
@@ -102,7 +126,7 @@ def link(source: str) -> str:
 def contests() -> Contests:
     """Return the best mean score of each mixer in each experiment of the result files."""
     scores: dict[str, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in (run for name in RUNS for run in json.loads((RESULTS / f"{name}.json").read_text())["rows"]):
+    for run in (run for name in RUNS for run in read(RESULTS / f"{name}.json")["rows"]):
         if counts(run):
             form = run["mixer"], json.dumps(run["options"], sort_keys=True)
             name = f"{run['experiment']} ({run['budget'].replace('1 epochs', '1 epoch')})"
@@ -112,7 +136,7 @@ def contests() -> Contests:
         for (mixer, _), values in forms.items():
             found[name][mixer] = max(mean(values), found[name].get(mixer, -float("inf")))
     if ARENA.is_file():
-        tasks, mixers, cells = arena.report.by_cell(json.loads(ARENA.read_text()))
+        tasks, mixers, cells = arena.report.by_cell(read(ARENA))
         for task in tasks:
             for mixer in (m for m in mixers if cells.get((m, task))):
                 name, best = mixer.split()[0], found[task]
@@ -132,8 +156,10 @@ def winners(scores: Contests) -> dict[str, list[str]]:
     for name, found in scores.items():
         others = {mixer: score for mixer, score in found.items() if mixer != "softmax"}
         if len(others) > 1:
-            best = max(others, key=lambda mixer: others[mixer])
-            won[best].append(f"**{name}**" if others[best] > found.get("softmax", float("inf")) else name)
+            best = max(others.values())
+            shown = f"**{name}**" if best > found.get("softmax", float("inf")) else name
+            for mixer in (mixer for mixer, score in others.items() if score == best):
+                won[mixer].append(shown)
     return won
 
 

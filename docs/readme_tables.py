@@ -21,7 +21,6 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "docs")]  # where the benchmarks
 import mixer_page  # noqa: E402
 import result_tables as tables  # noqa: E402
 
-import arena.report  # noqa: E402
 from benchmarks import report  # noqa: E402
 from benchmarks.quality_plots import draw_denoisers, draw_quality, draw_tradeoff  # noqa: E402
 
@@ -49,7 +48,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "experiments-h100": ("Small models", report.models),
     "experiments-power-in-torch-h100": ("Small models, power map in torch", report.models),
     "video-h200": ("Large models", report.video),
-    "arena": ("Small tasks", arena.report.text),
+    "arena": ("Small tasks", mixer_page.small_tasks),
     "arena-speed": ("Small tasks, speed", tables.plain),
     "scaling-h200": ("Several GPUs", report.TEXT["scaling"]),
     "wan-finetuning": ("Training steps of Wan2.1-1.3B", tables.finetuning),

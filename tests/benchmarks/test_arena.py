@@ -10,9 +10,10 @@ import torch
 
 from arena import flow
 from arena.model import Network
-from arena.race import ARMS, configured, constant_score, loss_of
+from arena.race import ARMS, configured
 from arena.report import FIRST, GROUPS, text
 from arena.tasks import IGNORED, KEYS, TASKS, WORDS, modulus_of, recall_lessons
+from arena.training import constant_score, loss_of
 from zoo.mixers import MIXERS
 
 
@@ -289,14 +290,25 @@ def test_gains_over_first_order():
     rows += scored("gdn", 0.1, [20 - 2**0.5, 20 + 2**0.5]) + scored("ahla", 0.1, [10.0, 11.0])
     lines = text({"rows": rows + scored("ahla", 0.2, [99.0])}).splitlines()
     assert (
-        "| recall 4 (2 layers) | 10.0 +- 1.0 (2) | ahla +0.5 +- 0.9, parameters x 1.00 | - | "
-        "gdn **+10.0** +- 1.6, parameters x 2.00 |"
+        "| recall 4 (2 layers) | 10.0 +- 1.0 (2) | ahla +0.5 +- 0.9 (parameters x 1.00, speed x 1.00) | - | "
+        "gdn **+10.0** +- 1.6 (parameters x 2.00, speed x 1.00) |"
     ) in lines
+    clear = "- recall 4 (2 layers): delta rule: gdn **+10.0** +- 1.6 (parameters x 2.00, speed x 1.00)."
+    assert lines[lines.index("Clearly better than first order:") + 2 :] == [clear]
 
 
 def test_errors_are_better_if_smaller():
     rows = [row for m, x in (("la", 0.2), ("hla2", 0.3), ("ahla", 0.1)) for row in scored(m, 0.1, [x, x], "error")]
     assert "ahla **-0.1000** +- 0.0000" in text({"rows": rows})
+
+
+def test_speeds_come_from_processes_that_have_the_gpu_alone():
+    rows = scored("la", 0.1, [1.0]) + scored("hla2", 0.1, [50.0])
+    alone = [row | {"tokens_per_second": 4 if row["mixer"] == "la" else 3, "task": "darcy"} for row in rows]
+    lines = text({"rows": rows}, alone).splitlines()
+    assert lines[0].endswith("| parameters | tokens/s, darcy 4 (2 layers) |")
+    assert "| recall 4 (2 layers) | 1.0 (1) | hla2 +49.0 (parameters x 1.00, speed x 0.75) | - | - |" in lines
+    assert lines[-1] == "One seed, so that nothing is clear: recall 4 (2 layers)."
 
 
 def test_groups_name_mixers():

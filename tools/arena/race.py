@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -12,28 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from arena.model import Network
-from arena.tasks import IGNORED, TASKS, Task
+from arena.tasks import TASKS
+from arena.training import HELD_OUT, constant_score, examples, score_of, train
 from benchmarks import rows
-from zoo.data.progress import progress
 from zoo.errors import unknown_name
 from zoo.mixers import MIXERS
 from zoo.mixers.delta import DeltaMixer
 from zoo.mixers.options import MixerConfig
 from zoo.ranges import check_device, check_ranges
 
-KEY = ("task", "size", "mixer", "causal", "layers", "dim", "steps", "batch_size", "samples", "lr", "seed")
+SIZES = ("size", "layers", "dim", "steps", "batch_size", "samples")  # settings whose default depends on the task
+KEY = ("task", "mixer", "causal", "lr", "seed", *SIZES)
 ARMS = [
     "softmax", "la", "la feature_map=elu1", "ahla", "hla2", "hla3", "taylor2", "strassen", "multilinear", "resolvent",
     "mesa", "gdn", "flare", "efficient",
 ]  # fmt: skip
-HELD_OUT = 10**6  # seed of the test examples
-WARMUP = 0.1  # fraction of the steps
-WEIGHT_DECAY = 0.1
-UNTIMED = 20  # first steps, in which kernels are compiled
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class ArenaSettings:
     causal: every token reads itself and earlier ones only. Delta-rule mixers scan in one direction instead of both
     size: size of the task (pairs, symbols, digits, points, or cells per side); 0 for its default
     layers: number of blocks; 0 for the default of the task
-    dim: width
+    dim: width; 0 for the default of the task
     heads: number of heads
     steps: training steps; 0 for the default of the task
     batch_size: examples per step; 0 for the default of the task
@@ -68,7 +62,7 @@ class ArenaSettings:
     causal: bool = False
     size: int = 0
     layers: int = 0
-    dim: int = 128
+    dim: int = 0
     heads: int = 4
     steps: int = 0
     batch_size: int = 0
@@ -86,8 +80,8 @@ class ArenaSettings:
                 raise unknown_name("task", name, TASKS)
             if self.causal and not TASKS[name].causal:
                 raise ValueError(f"the task {name} has no causal form; those with one are {', '.join(CAUSAL_TASKS)}")
-        natural = dict.fromkeys(("size", "layers", "steps", "batch_size", "samples"), "[0, inf)")
-        check_ranges("", self, **natural, dim="[1, inf)", heads="[1, inf)", test="[1, inf)")
+        natural = dict.fromkeys(SIZES, "[0, inf)")
+        check_ranges("", self, **natural, heads="[1, inf)", test="[1, inf)")
         check_ranges("", self, lrs="(0, inf)", workers="[1, inf)")
         check_device("device", self.device)
 
@@ -109,7 +103,7 @@ def run(settings: ArenaSettings, command: str) -> dict[str, Any]:
     content = rows.start(file, command, {})
     done = {rows.key_of(row, KEY) for row in content["rows"]}
     jobs: list[Job] = []
-    for name, words, lr, seed in itertools.product(settings.tasks, settings.mixers, settings.lrs, settings.seeds):
+    for seed, name, words, lr in itertools.product(settings.seeds, settings.tasks, settings.mixers, settings.lrs):
         place = about(settings, name) | {"mixer": words, "causal": settings.causal, "lr": lr, "seed": seed}
         points = TASKS[name].grid(place["size"]) is None
         if rows.key_of(place, KEY) not in done and not (points and arms[words].options.needs_grid):
@@ -193,106 +187,22 @@ def row_of(job: Job) -> dict[str, Any]:
 
 def about(settings: ArenaSettings, name: str) -> dict[str, Any]:
     """Return task and sizes of a row, with the defaults of the task."""
-    chosen = ("size", "layers", "steps", "batch_size", "samples")
-    sizes = {key: getattr(settings, key) or getattr(TASKS[name], key) for key in chosen}
-    return {"task": name, **sizes, "dim": settings.dim}
+    return {"task": name} | {key: getattr(settings, key) or getattr(TASKS[name], key) for key in SIZES}
 
 
 def trained(
     settings: ArenaSettings, place: dict[str, Any], config: MixerConfig, device: torch.device
 ) -> dict[str, Any]:
     """Train one network. score: accuracy in percent, or relative L2 error, on the test examples after the last step."""
-    task, size, steps, batch = TASKS[place["task"]], place["size"], place["steps"], place["batch_size"]
+    begun, task, size = time.perf_counter(), TASKS[place["task"]], place["size"]
     torch.manual_seed(place["seed"])
-    options = config.plain_options()
-    sizes = (settings.dim, settings.heads, place["layers"])
-    model = Network(task, size, config.name, options, *sizes, causal=place["causal"]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=place["lr"], weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step / steps))
-    g = torch.Generator(device).manual_seed(place["seed"] + 1)
-    pool = examples(task, place["samples"], size, g) if place["samples"] else None
-    begun = watch = time.perf_counter()
-    timed = 0
-    for step in progress(range(steps), "{task} {mixer} {seed}".format(**place)):
-        if step == min(UNTIMED, steps - 1):
-            wait(device)
-            watch, timed = time.perf_counter(), steps - step
-        inputs, targets = batch_of(task, pool, batch, size, g)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            out = model(inputs)
-        optimizer.zero_grad()
-        loss_of(out, targets).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    wait(device)
-    speed = timed * targets.numel() / (time.perf_counter() - watch)
+    sizes = (place["dim"], settings.heads, place["layers"])
+    model = Network(task, size, config.name, config.plain_options(), *sizes, causal=place["causal"]).to(device)
+    found = train(model, task, place)
     test = examples(task, settings.test, size, torch.Generator(device).manual_seed(HELD_OUT))
     return {
-        "score": score_of(model, task, test, batch), "constant": constant_score(task, size, test),
-        "measure": "accuracy" if task.outputs else "relative L2", "tokens": targets.shape[1],
-        "parameters": sum(p.numel() for p in model.parameters()), "tokens_per_second": round(speed),
-        "seconds": round(time.perf_counter() - begun, 1),
+        "score": score_of(model, task, test, place["batch_size"]), "constant": constant_score(task, size, test),
+        "measure": "accuracy" if task.outputs else "relative L2", "tokens": test[1].shape[1],
+        "parameters": sum(p.numel() for p in model.parameters()), "tokens_per_second": round(found["per_second"]),
+        "graph": found["graph"], "seconds": round(time.perf_counter() - begun, 1),
     }  # fmt: skip
-
-
-def wait(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def learning_rate(done: float) -> float:
-    """Return the fraction of the peak learning rate after a fraction of the steps: linear warm-up, cosine decay."""
-    if done < WARMUP:
-        return done / WARMUP + 1e-3
-    return 0.5 * (1 + math.cos(math.pi * (done - WARMUP) / (1 - WARMUP)))
-
-
-def examples(task: Task, count: int, size: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw `count` examples, 64 at a time."""
-    parts = [task.draw(min(64, count - i), size, g) for i in range(0, count, 64)]
-    inputs, targets = zip(*parts, strict=True)
-    return torch.cat(inputs), torch.cat(targets)
-
-
-def batch_of(
-    task: Task, pool: tuple[Tensor, Tensor] | None, batch: int, size: int, g: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Return new examples, or random ones of the pool."""
-    if pool is None:
-        return (task.lessons or task.draw)(batch, size, g)
-    chosen = torch.randint(len(pool[0]), (batch,), generator=g, device=g.device)
-    return pool[0][chosen], pool[1][chosen]
-
-
-def loss_of(out: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of classes [B, N], or the mean relative L2 error of numbers [B, N]."""
-    if targets.dtype == torch.long:
-        return F.cross_entropy(out.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-    return ((out - targets).norm(dim=1) / targets.norm(dim=1)).mean()
-
-
-@torch.no_grad()
-def score_of(model: Network, task: Task, test: tuple[Tensor, Tensor], batch: int) -> float:
-    """Return the accuracy in percent of the scored tokens, or the mean relative L2 error, in float32."""
-    model.eval()
-    inputs, targets = test
-    outs = torch.cat([model(part) for part in inputs.split(batch)])
-    if task.outputs is None:
-        return round(float(loss_of(outs, targets)), 5)
-    scored = targets != IGNORED
-    return round(100 * float((outs.argmax(-1) == targets)[scored].double().mean()), 2)
-
-
-def constant_score(task: Task, size: int, test: tuple[Tensor, Tensor]) -> float:
-    """Return the score of the best answer that does not depend on the input: a class, or the mean of the targets.
-
-    On a grid, the mean is taken for each cell.
-    """
-    targets = test[1]
-    if task.outputs is None:
-        mean = targets.mean(0) if task.grid(size) is not None else targets.mean()
-        return round(float(loss_of(mean.expand_as(targets), targets)), 5)
-    scored = targets[targets != IGNORED]
-    return round(100 * float(scored.bincount().max()) / len(scored), 2)

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import geometric_mean, mean, stdev
 from typing import Any
 
 from zoo.io import markdown_table
@@ -10,6 +10,7 @@ from zoo.plotting import pyplot, save_figure
 
 Rows = list[dict[str, Any]]
 Scores = dict[tuple[str, str], Rows]
+Rates = dict[tuple[str, str], float]  # mixer, task -> tokens per second
 FIRST = "la"  # first-order attention with the feature map `power`
 GROUPS = {
     "order above one": ("hla2", "ahla", "hla3", "poly", "taylor2", "strassen", "multilinear", "resolvent"),
@@ -18,9 +19,11 @@ GROUPS = {
 }
 CLEAR = 2  # standard errors
 SCORES = """Percent right, or relative L2 error (less is better): mean +- deviation over seeds (number of seeds), at the
-best learning rate that was run. Speeds are comparable only if the processes did not share a GPU."""
+best learning rate that was run. Parameters: smallest and largest network. Tokens/s: training steps of a process that
+has the GPU alone."""
 GAINS = """Best mixer of each group minus `la` (first order, feature map `power`), +- standard error; bold: above two
-standard errors. The best mixer is chosen by the same scores, which favours groups with more mixers."""
+standard errors. The best mixer is chosen by the same scores, which favours groups with more mixers. Cost relative to
+`la`: parameters{measured}."""
 
 
 def by_cell(result: dict[str, Any]) -> tuple[list[str], list[str], Scores]:
@@ -48,16 +51,42 @@ def is_accuracy(found: Rows) -> bool:
     return found[0]["measure"] == "accuracy"
 
 
-def text(result: dict[str, Any]) -> str:
-    """Return Markdown: scores, and the gains of higher orders, blocks and delta rules over first order."""
+def text(result: dict[str, Any], speeds: Rows | None = None) -> str:
+    """Return Markdown: scores, and the gains of higher orders, blocks and delta rules over first order.
+
+    speeds: rows of processes that had a GPU alone; without them, those of the result.
+    """
     tasks, mixers, cells = by_cell(result)
+    rates = speeds_of(result["rows"] if speeds is None else speeds)
     constant = {task: row["constant"] for (_, task), found in cells.items() for row in found}
-    lines = [[m, *(cell(cells.get((m, t), [])) for t in tasks), *costs(m, cells)] for m in mixers]
-    lines.append(["constant answer", *(f"{constant[t]:.4g}" for t in tasks), "-", "-"])
-    parts = ["\n".join(markdown_table(["mixer", *tasks, "parameters", "tokens/s"], lines)), SCORES]
-    if differences := gains(tasks, cells):
-        parts += [differences, GAINS]
-    return "\n\n".join(parts)
+    timed = list(dict.fromkeys(task for _, task in rates))
+    head = ["mixer", *tasks, "parameters", *(f"tokens/s, {task}" for task in timed)]
+    lines = [
+        [m, *(cell(cells.get((m, t), [])) for t in tasks), parameters(m, cells)]
+        + [f"{rates[m, t]:,.0f}" if (m, t) in rates else "-" for t in timed]
+        for m in mixers
+    ]  # fmt: skip
+    lines.append(["constant answer", *(f"{constant[t]:.4g}" for t in tasks), "-", *("-" for _ in timed)])
+    return "\n\n".join(["\n".join(markdown_table(head, lines)), SCORES, *against_first_order(result, speeds)])
+
+
+def against_first_order(result: dict[str, Any], speeds: Rows | None = None) -> list[str]:
+    """Return the table of gains, its legend, and where a group is clearly better than `la`; nothing without `la`."""
+    tasks, _, cells = by_cell(result)
+    rates = speeds_of(result["rows"] if speeds is None else speeds)
+    table = gains(tasks, cells, rates)
+    timed = ", ".join(dict.fromkeys(task for _, task in rates))
+    measured = f", and speed, the geometric mean over {timed}" if timed else ""
+    return [table, GAINS.format(measured=measured), answers(tasks, cells, rates)] if table else []
+
+
+def speeds_of(found: Rows) -> Rates:
+    """Return the largest number of tokens per second of each mixer and task."""
+    rates: Rates = {}
+    for row in found:
+        key = row["mixer"], title(row)
+        rates[key] = max(rates.get(key, 0), row["tokens_per_second"])
+    return rates
 
 
 def cell(found: Rows) -> str:
@@ -70,23 +99,41 @@ def cell(found: Rows) -> str:
     return f"{mean(scores):.{digits}f}{spread} ({len(scores)})"
 
 
-def costs(mixer: str, cells: Scores) -> list[str]:
-    """Return the range of parameters and of tokens per second of a mixer over its tasks."""
-    own = [row for (name, _), found in cells.items() if name == mixer for row in found]
-    ranges = ([row[key] for row in own] for key in ("parameters", "tokens_per_second"))
-    return [f"{min(r):,} to {max(r):,}" for r in ranges]
+def parameters(mixer: str, cells: Scores) -> str:
+    """Return the range of parameters of a mixer over its tasks."""
+    counts = [row["parameters"] for (name, _), found in cells.items() if name == mixer for row in found]
+    return " to ".join(f"{n:,}" for n in dict.fromkeys((min(counts), max(counts))))
 
 
-def gains(tasks: list[str], cells: Scores) -> str:
+def gains(tasks: list[str], cells: Scores, rates: Rates) -> str:
     """Return a table of the best mixer of each group minus `la`; bold from 2 standard errors of the difference."""
     lines = []
-    for task in tasks:
-        first = cells.get((FIRST, task), [])
-        if len(first) < 2:
-            continue
-        best = {group: best_of(names, task, cells) for group, names in GROUPS.items()}
-        lines.append([task, cell(first), *(gain(name, cells.get((name, task), []), first) for name in best.values())])
+    for task in (task for task in tasks if (FIRST, task) in cells):
+        best = [best_of(names, task, cells) for names in GROUPS.values()]
+        lines.append(
+            [task, cell(cells[FIRST, task]), *(gain(name, task, cells, rates) if name else "-" for name in best)]
+        )
     return "\n".join(markdown_table(["task", FIRST, *GROUPS], lines)) if lines else ""
+
+
+def answers(tasks: list[str], cells: Scores, rates: Rates) -> str:
+    """Say on which tasks the best mixer of a group is clearly better than `la`, and on which none is."""
+    better, equal, unknown = [], [], []
+    for task in (task for task in tasks if (FIRST, task) in cells):
+        best = {group: best_of(names, task, cells) for group, names in GROUPS.items()}
+        found = {group: difference(name, task, cells) for group, name in best.items() if name}
+        clear = [group for group, (change, error) in found.items() if error is not None and change > CLEAR * error]
+        if clear:
+            said = "; ".join(f"{group}: {gain(best[group], task, cells, rates)}" for group in clear)
+            better.append(f"- {task}: {said}.")
+        elif found and all(error is None for _, error in found.values()):
+            unknown.append(task)
+        else:
+            equal.append(task)
+    parts = ["Clearly better than first order:\n\n" + "\n".join(better)] if better else []
+    parts += [f"No group is clearly better than first order on {', '.join(equal)}."] if equal else []
+    parts += [f"One seed, so that nothing is clear: {', '.join(unknown)}."] if unknown else []
+    return "\n\n".join(parts)
 
 
 def best_of(names: tuple[str, ...], task: str, cells: Scores) -> str:
@@ -95,18 +142,30 @@ def best_of(names: tuple[str, ...], task: str, cells: Scores) -> str:
     return max(own, key=lambda m: quality(cells[m, task]), default="")
 
 
-def gain(mixer: str, found: Rows, first: Rows) -> str:
-    """Format the difference of two mean scores and the ratio of parameters."""
-    if not found:
-        return "-"
-    own, other = ([row["score"] for row in part] for part in (found, first))
-    digits = 1 if is_accuracy(found) else 4
-    shown = f"{mean(own) - mean(other):+.{digits}f}"
-    if len(own) > 1:
-        error = math.hypot(*(stdev(scores) / len(scores) ** 0.5 for scores in (own, other)))
-        clear = abs(mean(own) - mean(other)) > CLEAR * error
-        shown = f"**{shown}** +- {error:.{digits}f}" if clear else f"{shown} +- {error:.{digits}f}"
-    return f"{mixer} {shown}, parameters x {found[0]['parameters'] / first[0]['parameters']:.2f}"
+def difference(mixer: str, task: str, cells: Scores) -> tuple[float, float | None]:
+    """Return by how much a mixer is better than `la`, and the standard error; None with one seed."""
+    own, first = cells[mixer, task], cells[FIRST, task]
+    change = quality(own) - quality(first)
+    if min(len(own), len(first)) < 2:
+        return change, None
+    return change, math.hypot(*(stdev(row["score"] for row in part) / len(part) ** 0.5 for part in (own, first)))
+
+
+def gain(mixer: str, task: str, cells: Scores, rates: Rates) -> str:
+    """Format the difference of two mean scores and the ratios of parameters and of speed."""
+    own, first = cells[mixer, task], cells[FIRST, task]
+    digits = 1 if is_accuracy(own) else 4
+    change, error = difference(mixer, task, cells)
+    shown = f"{change if is_accuracy(own) else -change:+.{digits}f}"
+    if error is not None:
+        shown = (
+            f"**{shown}** +- {error:.{digits}f}" if abs(change) > CLEAR * error else f"{shown} +- {error:.{digits}f}"
+        )
+    both = [t for m, t in rates if m == mixer and (FIRST, t) in rates]
+    cost = f"parameters x {own[0]['parameters'] / first[0]['parameters']:.2f}"
+    if both:
+        cost += f", speed x {geometric_mean(rates[mixer, t] / rates[FIRST, t] for t in both):.2f}"
+    return f"{mixer} {shown} ({cost})"
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
