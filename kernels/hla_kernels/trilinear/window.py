@@ -35,8 +35,9 @@ def simplex2_window(
     tokens = [t.to(compute_dtype(q.dtype)) for t in tokens]
     live = torch.ones_like(q[:, :, 0, 0], dtype=torch.bool) if mask is None else mask
     outer = [torch.cat([t[:, :prefix], t[:, prefix + n :]], 1) for t in (*tokens, live)]
-    inner = [t[:, prefix : prefix + n].unflatten(1, tuple(grid)) for t in (*tokens, live)]
-    o = _by_rows(inner, outer[1:], radius, scale).flatten(1, len(grid))
+    sides = [side for side in grid if side > 1] or [1]  # along the others, windows would hold only masked tokens
+    inner = [t[:, prefix : prefix + n].unflatten(1, sides) for t in (*tokens, live)]
+    o = _by_rows(inner, outer[1:], radius, scale).flatten(1, len(sides))
     if prefix + suffix:
         first, last = _outside([*tokens, live], outer, scale).split([prefix, suffix], 1)
         o = torch.cat([first, o, last], 1)

@@ -100,7 +100,8 @@ def allowed_pairs(grid: tuple[int, ...], prefix: int, suffix: int, radius: int) 
 
 @pytest.mark.parametrize("block", [1, 2**22])
 @pytest.mark.parametrize(
-    ("grid", "prefix", "suffix", "radius"), [(GRID, 0, 0, 1), (GRID, 2, 2, 1), ((2, 3, 2), 1, 0, 1), ((4, 4), 0, 1, 7)]
+    ("grid", "prefix", "suffix", "radius"),
+    [(GRID, 0, 0, 1), (GRID, 2, 2, 1), ((2, 3, 2), 1, 0, 1), ((4, 4), 0, 1, 7), ((6, 1), 1, 0, 2), ((1, 1), 2, 0, 1)],
 )
 def test_windows_are_pairs_of_neighbours(grid, prefix, suffix, radius, block, monkeypatch):
     monkeypatch.setattr("hla_kernels.trilinear.window.BLOCK", block)
