@@ -17,7 +17,9 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scaling")
     files = [f"json={folder}/scaling.json", f"picture={folder}/scaling.png"]
     methods = "methods=[softmax ulysses,la,mhla]"
-    benchmark.main(["scaling", "tiny=true", f"layers={LAYERS}", "steps=1", "models=[vit_small]", methods, *files])
+    words = ["scaling", "tiny=true", f"layers={LAYERS}", "steps=1", "models=[vit_small]", "compiled=[false]", *files]
+    benchmark.main([*words, methods])
+    benchmark.main([*words, "methods=[]", "gpus=[1]", "samples=8"])  # as many as two processes have
     assert (folder / "scaling.png").stat().st_size > 1000
     return json.loads((folder / "scaling.json").read_text())
 
@@ -35,6 +37,7 @@ def test_all_cases_are_measured(result):
         for method, gpus in (("softmax", 1), ("la", 1), ("mhla", 1), ("softmax ulysses", 2), ("la", 2), ("mhla", 2))
     }
     assert found == context | {("vit_small", 5, "train", "one GPU", 1), ("vit_small", 5, "train", "ddp", 2)}
+    assert [r["samples"] for r in result["rows"] if r["model"] == "vit_small"] == [4, 8, 8]
     assert [(r["method"], r["reason"]) for r in result["failed"]] == [
         ("fsdp2", "ValueError: accelerate shards weights on GPUs only")
     ]
@@ -72,6 +75,37 @@ def test_efficiency():
     assert report.efficiency([one, four], four) == pytest.approx((0.8, 0.025))
     assert report.efficiency([four], four) is None
     assert report.efficiency([{**one, "layers": 30}, four], four) is None
+
+
+def test_efficiency_of_a_fixed_batch_per_gpu():
+    """Twice the samples in 1.25 times the time; losses are compared with those of one GPU with all samples."""
+    shared = {"model": "dit_xl2", "tokens": 256, "mode": "train", "mixer": "la", "compiled": True}
+    one = {
+        **shared,
+        "method": "one GPU",
+        "gpus": 1,
+        "samples": 4,
+        "ms": 8.0,
+        "results": [2.0],
+        "sent_mib": 0.0,
+        "peak_mib": 2,
+    }
+    all_samples = {**one, "samples": 8, "ms": 16.0, "results": [4.0]}
+    two = {
+        **shared,
+        "method": "ddp",
+        "gpus": 2,
+        "samples": 8,
+        "ms": 10.0,
+        "results": [4.2],
+        "sent_mib": 1.0,
+        "peak_mib": 2,
+    }
+    assert report.efficiency([one, two], two) == (0.8, None)
+    assert report.efficiency([all_samples, one, two], two) == (0.8, pytest.approx(0.05))
+    assert report.efficiency([all_samples, two], {**two, "ms": 20.0}) == (0.4, pytest.approx(0.05))
+    line = report.TEXT["scaling"]({"rows": [one, two], "failed": []}).splitlines()[-1]
+    assert line.startswith("| dit_xl2 | all | 256 | train | ddp | yes | 2 | 4 | 10.0 | - | 0.80 |")
 
 
 def test_several_gpus_are_asked_for():

@@ -32,7 +32,7 @@ def train(model: Network, task: Task, place: dict[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     peak, steps, timed = place["lr"], place["steps"], 0
     rate = torch.tensor(peak, device=device)
-    fixed = {"weight_decay": WEIGHT_DECAY, "fused": True, "capturable": device.type == "cuda"}
+    fixed: dict[str, Any] = {"weight_decay": WEIGHT_DECAY, "fused": True, "capturable": device.type == "cuda"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, **fixed)
     source = batches(task, place, torch.Generator(device).manual_seed(place["seed"] + 1))
     inputs, targets = (x.clone() for x in next(source))

@@ -122,8 +122,11 @@ def draw_scaling(result: Row, file: Path) -> None:
     for axes, case in zip(panels[0], cases, strict=True):
         for method, color in colors.items():
             own = [r for r in rows if (r["model"], r["tokens"], r["mode"], r["method"]) == (*case, method)]
-            found = ((row["gpus"], efficiency(rows, row)) for row in own)
-            points = [(1, 1.0), *sorted((n, pair[0]) for n, pair in found if pair is not None)]
+            best = {1: 1.0}  # number of GPUs -> the highest efficiency of all batches per GPU
+            for row in own:
+                if (pair := efficiency(rows, row)) and row["gpus"] > 1:
+                    best[row["gpus"]] = max(best.get(row["gpus"], 0.0), pair[0])
+            points = sorted(best.items())
             if len(points) > 1:
                 axes.plot(*zip(*points, strict=True), color=color, marker="o", label=method)
         gpus = sorted({row["gpus"] for row in rows})

@@ -333,28 +333,43 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
     return "\n".join(markdown_table(head, lines))
 
 
-def efficiency(rows: list[Row], row: Row) -> tuple[float, float] | None:
-    """Return T1 / (n Tn) and the largest relative difference of losses from one GPU, or None without that row."""
-    names = [name for name in scaling.KEY if name not in ("method", "gpus")]
-    first = [r for r in rows if r["gpus"] == 1 and r["method"] == scaling.alone(row["method"])]
-    for one in first:
-        if all(one[name] == row[name] for name in names) and one.get("layers") == row.get("layers"):
-            apart = max(abs(a - b) / abs(b) for a, b in zip(row["results"], one["results"], strict=True))
-            return one["ms"] / (row["gpus"] * row["ms"]), apart
-    return None
+def efficiency(rows: list[Row], row: Row) -> tuple[float, float | None] | None:
+    """Return the speed relative to n times that of one GPU, and the largest relative difference of the losses.
+
+    The row of one GPU has as many samples per GPU, or else as many in all; the difference is None without such a row of
+    as many in all. None without any.
+    """
+    same = ("model", "tokens", "mode", "layers", "mixer", "compiled")
+    ones = [one for one in rows if one["gpus"] == 1 and all(one.get(name) == row.get(name) for name in same)]
+    ones = [one for one in ones if one["method"] == scaling.alone(row["method"])]
+    samples, n = row.get("samples", 1), row["gpus"]
+    wanted = (samples // n, samples) if "samples" in row else (1,)
+    found = [one for number in wanted for one in ones if one.get("samples", 1) == number]
+    if not found:
+        return None
+    one = found[0]
+    speed = samples / row["ms"] / (n * one.get("samples", 1) / one["ms"])
+    equal = [one for one in found if one.get("samples", 1) == samples]
+    pairs = [zip(row["results"], one["results"], strict=True) for one in equal[:1]]
+    return speed, max(abs(a - b) / abs(b) for a, b in pairs[0]) if pairs else None
 
 
 def scaled(result: Row) -> str:
     """Return the scaling table: one line per case and number of GPUs."""
-    head = ["model", "layers", "tokens", "mode", "method", "GPUs", "ms per step", "images/s", "efficiency"]
-    head += ["MiB sent per GPU", "peak MiB per GPU", "difference"]
+    head = ["model", "layers", "tokens", "mode", "method", "compiled", "GPUs", "samples per GPU", "ms per step"]
+    head += ["samples/s", "efficiency", "MiB sent per GPU", "peak MiB per GPU", "difference"]
     lines = []
     for row in result["rows"]:
-        found = efficiency(result["rows"], row)
         cells = [row["model"], str(row.get("layers", "all")), str(row["tokens"]), row["mode"], row["method"]]
-        cells += [str(row["gpus"]), f"{row['ms']:.1f}", str(row.get("per_second", "-"))]
-        cells += ["-", "-"] if found is None else [f"{found[0]:.2f}", f"{found[1]:.1e}"]
-        lines.append([*cells[:-1], f"{row['sent_mib']:.1f}", str(row["peak_mib"]), cells[-1]])
+        cells += [
+            "yes" if row.get("compiled") else "-",
+            str(row["gpus"]),
+            str(row.get("samples", row["gpus"]) // row["gpus"]),
+        ]
+        cells += [f"{row['ms']:.1f}", str(row.get("per_second", "-"))]
+        speed, apart = efficiency(result["rows"], row) or (None, None)
+        cells += ["-" if speed is None else f"{speed:.2f}", f"{row['sent_mib']:.1f}", str(row["peak_mib"])]
+        lines.append([*cells, "-" if apart is None else f"{apart:.1e}"])
     return f"{_table(head, lines)}\n\n{failures(result)}".rstrip()
 
 

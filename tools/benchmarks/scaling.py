@@ -1,16 +1,16 @@
 """Scaling table: context parallelism of a video transformer and data-parallel training.
 
 Context parallelism: Wan2.1-1.3B with random bfloat16 weights and 81 frames; one denoising step without guidance, and
-one training step with gradient checkpointing, the sum of the gradients over the GPUs and AdamW. Softmax uses ring
-attention and Ulysses of diffusers with cuDNN. Data parallelism: accelerate as the training commands configure it,
-float32 weights under bfloat16 autocast; the batch of all GPUs together is the same for any number of GPUs.
+one training step with gradient checkpointing, the sum of the gradients over the GPUs and AdamW, not compiled. Softmax
+uses ring attention and Ulysses of diffusers with cuDNN. Data parallelism: see `data_parallel`.
 
 Bytes are counted from the calls of collectives: in a ring a GPU sends 2 (n - 1) / n of a tensor that is all-reduced,
-(n - 1) / n of one that is gathered, scattered or exchanged. Nothing is compiled. Products of float32 use TF32, in which
-the sums of 16-bit tokens are exact.
+(n - 1) / n of one that is gathered, scattered or exchanged. Products of float32 use TF32, in which the sums of 16-bit
+tokens are exact.
 """
 
 import gc
+import itertools
 import math
 import os
 import socket
@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,22 +28,20 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks import rows
+from benchmarks.data_parallel import BACKENDS, DATA_MODELS, data_step
 from benchmarks.operators import need_gpu, package_versions
 from benchmarks.profile import Traffic
 from zoo.errors import unknown_name
 from zoo.models.convert import swap
 from zoo.ranges import check_ranges
-from zoo.train import distributed
-from zoo.train.settings import RunSettings, TrainSettings
 
 METHODS = ("softmax ring", "softmax ulysses", "la", "ahla", "mhla")
-BACKENDS = ("ddp", "fsdp2")
 MODES = ("infer", "train")
 SIZES = {480: (21, 60, 104), 720: (21, 90, 160)}  # latent frames, height and width, of 81 frames
 TINY = {480: (2, 4, 6), 720: (2, 6, 8)}
 Step = Callable[[], Tensor]
-KEY = ("model", "tokens", "mode", "method", "gpus")
-FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+KEY = ("model", "tokens", "mode", "method", "gpus", "samples", "compiled")
+WARM_UP = 6  # steps before the timed ones; DDP arranges its buckets after the first
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,9 @@ class ScalingSettings:
     models: models trained with data parallelism: vit_small (224 pixels), dit_xl2 (256 pixels)
     mixer: mixer of these models
     backends: ddp, fsdp2
-    steps: number of timed steps, after three warm-up steps
+    samples: samples per GPU and step of these models; 0 for 512 (vit_small) and 64 (dit_xl2)
+    compiled: whether blocks of these models are compiled, as by run.compile in training
+    steps: number of timed steps, after six others
     tiny: use models of a few thousand weights, on CPU processes if there are no GPUs, to check an installation
     json: result file to add to
     picture: PNG to draw from the whole file
@@ -73,6 +72,8 @@ class ScalingSettings:
     models: list[str] = field(default_factory=lambda: list(DATA_MODELS))
     mixer: str = "la"
     backends: list[str] = field(default_factory=lambda: list(BACKENDS))
+    samples: int = 0
+    compiled: list[bool] = field(default_factory=lambda: [True])
     steps: int = 4
     tiny: bool = False
     json: str = "docs/results/scaling-h100.json"
@@ -89,7 +90,7 @@ class ScalingSettings:
             raise unknown_name("mixer", self.mixer, mixers)
         if wrong := set(self.sizes) - SIZES.keys():
             raise ValueError(f"sizes must be among {sorted(SIZES)}, got {min(wrong)}")
-        check_ranges("", self, gpus="[1, inf)", layers="[1, inf)", steps="[1, inf)")
+        check_ranges("", self, gpus="[1, inf)", layers="[1, inf)", samples="[0, inf)", steps="[1, inf)")
 
 
 def run(settings: ScalingSettings, command: str) -> dict[str, Any]:
@@ -138,8 +139,10 @@ def _measure(settings: ScalingSettings, n: int) -> Iterator[dict[str, Any]]:
         yield from _context_rows(settings, n, {"model": "wan_1.3b", "method": method, "gpus": n})
         _free()
     for model in settings.models:
-        for backend in settings.backends if n > 1 else ["one GPU"]:
-            yield _tried(partial(_data_row, settings), {"model": model, "method": backend, "gpus": n})
+        for compiled, backend in itertools.product(settings.compiled, settings.backends if n > 1 else ["one GPU"]):
+            samples = n * (settings.samples or (4 if settings.tiny else DATA_MODELS[model].samples))
+            head = {"model": model, "method": backend, "gpus": n, "samples": samples, "compiled": compiled}
+            yield _tried(partial(_data_row, settings), head)
             _free()
 
 
@@ -251,107 +254,12 @@ def _add_gradients(grads: list[Tensor]) -> None:
 # Data parallelism
 
 
-class DataModel(NamedTuple):
-    """Model of a given side (pixels or latents), full and tiny, and the samples per step of all GPUs together."""
-
-    build: Callable[[int, bool], nn.Module]
-    inputs: Callable[[int, int], dict[str, Tensor]]
-    sides: tuple[int, int]
-    samples: int
-    tokens: Callable[[int], int]
-
-
-def _vit(side: int, tiny: bool) -> nn.Module:
-    sizes: dict[str, Any] = {"embed_dim": 32, "depth": 2, "num_heads": 2} if tiny else {}
-    return timm.create_model("vit_small_patch16_224", img_size=side, **sizes)
-
-
-def _images(batch: int, side: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(batch, 3, side, side, generator=generator)
-    return {"x": images, "target": torch.randint(1000, (batch,), generator=generator)}
-
-
-def _dit(side: int, tiny: bool) -> nn.Module:
-    from diffusers import DiTTransformer2DModel
-
-    small: dict[str, Any] = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16}
-    model = DiTTransformer2DModel(**(small if tiny else {"num_layers": 28}), sample_size=side, out_channels=8)
-    for module in model.modules():
-        if hasattr(module, "dropout_prob"):
-            module.dropout_prob = 0.0  # of labels, which would differ between GPUs
-    return model
-
-
-def _latents(batch: int, side: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    noisy, target = (torch.randn(batch, c, side, side, generator=generator) for c in (4, 8))
-    classes, timestep = (torch.randint(1000, (batch,), generator=generator) for _ in range(2))
-    return {"hidden_states": noisy, "timestep": timestep, "class_labels": classes, "target": target}
-
-
-DATA_MODELS: dict[str, DataModel] = {
-    "vit_small": DataModel(_vit, _images, (224, 32), 512, lambda side: (side // 16) ** 2 + 1),
-    "dit_xl2": DataModel(_dit, _latents, (32, 8), 64, lambda side: (side // 2) ** 2),
-}
-
-
 def _data_row(settings: ScalingSettings, head: dict[str, Any]) -> dict[str, Any]:
     """Return a training step of a model."""
-    family = DATA_MODELS[head["model"]]
-    samples, side = (8 if settings.tiny else family.samples), family.sides[settings.tiny]
-    torch.manual_seed(0)
-    with torch.device("cpu" if settings.tiny else "cuda"):
-        model = family.build(side, settings.tiny).train()
-    if settings.mixer != "softmax":
-        swap(model, settings.mixer)
-    found = speed(_train_data(model, family.inputs(samples, side), head, settings.tiny), settings, head)
-    rate = {"samples": samples, "per_second": round(samples / found["ms"] * 1e3, 1)}
-    return {"tokens": family.tokens(side), "mode": "train", "mixer": settings.mixer} | rate | found
-
-
-def _train_data(model: Any, batch: dict[str, Tensor], head: dict[str, Any], tiny: bool) -> Step:
-    """Return a training step on this GPU's part of the batch, whose result is the loss of all parts."""
-    device, n = torch.device("cpu" if tiny else "cuda"), head["gpus"]
-    accelerator = _accelerator(head["method"], tiny) if n > 1 else None
-    model = model.to(device if accelerator is None else distributed.build_device(accelerator))
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if accelerator is not None:
-        model, optimizer = distributed.prepare(accelerator, model, optimizer)
-        batch = {name: x.chunk(n)[dist.get_rank()] for name, x in batch.items()}
-    inputs = {name: x.to(device) for name, x in batch.items()}
-    target = inputs.pop("target")
-
-    def step() -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=n == 1 and not tiny):  # accelerate enables its own
-            out = model(**inputs)
-        out = (out if isinstance(out, Tensor) else out.sample).float()
-        loss = F.mse_loss(out, target) if target.is_floating_point() else F.cross_entropy(out, target)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        total = loss.detach().clone()
-        if n > 1:
-            dist.all_reduce(total)
-        return total / n
-
-    return step
-
-
-def _accelerator(backend: str, tiny: bool) -> Any:
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    for name, value in FSDP2.items():
-        os.environ.pop(name, None)
-        if backend == "fsdp2":
-            os.environ[name] = value
-    run = RunSettings(precision="fp32" if tiny else "bf16")
-    accelerator = distributed.create_accelerator(TrainSettings(run=run))
-    if accelerator.is_fsdp2 != (backend == "fsdp2"):
-        raise ValueError("accelerate shards weights on GPUs only")
-    return accelerator
+    step, tokens = data_step(head, settings.mixer, settings.tiny)
+    found = speed(step, settings, head)
+    rate = round(head["samples"] / found["ms"] * 1e3, 1)
+    return {"tokens": tokens, "mode": "train", "mixer": settings.mixer, "per_second": rate} | found
 
 
 # Measurement
@@ -364,8 +272,10 @@ def speed(step: Step, settings: ScalingSettings, head: dict[str, Any]) -> dict[s
     """
     cuda, n = not settings.tiny, head["gpus"]
     results, traffic = [step(), step()], Traffic(n)
-    with traffic:
+    with torch.compiler.set_stance("force_eager"), traffic:
         results.append(step())
+    for _ in range(WARM_UP - len(results)):
+        step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = _seconds(step, settings.steps, n)
