@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks import rows
-from benchmarks.data_parallel import BACKENDS, DATA_MODELS, data_step
+from benchmarks.scaling.data_parallel import BACKENDS, DATA_MODELS, data_step
 from benchmarks.operators import need_gpu, package_versions
 from benchmarks.profile import Traffic
 from zoo.errors import unknown_name
