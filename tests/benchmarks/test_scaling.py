@@ -78,7 +78,7 @@ def test_efficiency():
 
 
 def test_efficiency_of_a_fixed_batch_per_gpu():
-    """Twice the samples in 1.25 times the time; losses are compared with those of one GPU with all samples."""
+    """Twice the samples in 1.25 times the time; losses are compared with one GPU that has all samples."""
     shared = {"model": "dit_xl2", "tokens": 256, "mode": "train", "mixer": "la", "compiled": True}
     one = {
         **shared,

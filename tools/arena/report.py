@@ -54,7 +54,7 @@ def is_accuracy(found: Rows) -> bool:
 def text(result: dict[str, Any], speeds: Rows | None = None) -> str:
     """Return Markdown: scores, and the gains of higher orders, blocks and delta rules over first order.
 
-    speeds: rows of processes that had a GPU alone; without them, those of the result.
+    speeds: rows of processes that had a GPU alone; without them, the rows of the result.
     """
     tasks, mixers, cells = by_cell(result)
     rates = speeds_of(result["rows"] if speeds is None else speeds)

@@ -1,4 +1,4 @@
-"""Scaling over several GPUs: context parallelism in `table`, training with DDP and FSDP2 in `data_parallel`."""
+"""Scaling over several GPUs: `table` has context parallelism, `data_parallel` training steps."""
 
 from benchmarks.scaling.data_parallel import DATA_MODELS
 from benchmarks.scaling.table import KEY, ScalingSettings, alone, run

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks import rows
-from benchmarks.scaling.data_parallel import BACKENDS, DATA_MODELS, data_step
 from benchmarks.operators import need_gpu, package_versions
 from benchmarks.profile import Traffic
+from benchmarks.scaling.data_parallel import BACKENDS, DATA_MODELS, data_step
 from zoo.errors import unknown_name
 from zoo.models.convert import swap
 from zoo.ranges import check_ranges
