@@ -334,10 +334,10 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def efficiency(rows: list[Row], row: Row) -> tuple[float, float | None] | None:
-    """Return the speed relative to n times that of one GPU, and the largest relative difference of the losses.
+    """Return the parallel efficiency, and the largest relative difference of the losses from one GPU.
 
-    The row of one GPU has as many samples per GPU, or else as many in all; the difference is None without such a row of
-    as many in all. None without any.
+    Speeds are compared with one GPU that has as many samples per GPU, or else as many in all; losses only with one that
+    has as many in all. None for what cannot be compared.
     """
     same = ("model", "tokens", "mode", "layers", "mixer", "compiled")
     ones = [one for one in rows if one["gpus"] == 1 and all(one.get(name) == row.get(name) for name in same)]
