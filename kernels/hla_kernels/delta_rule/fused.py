@@ -7,7 +7,10 @@ The adjoint of the recurrence is the recurrence in reversed time: with G_t the g
 so that one kernel (`walk`) serves both. What remains are products of states with rows of values, parallel over chunks:
 
     dq_t = S_t do_t     dk_t = G_t v_t     dA_t = -G_t z_t'     dB_t = -S_{t-1} y_t'     z_t = B_t' S_{t-1}
-    dlog_f_t = dlog_f_{t+1} + q_t o dq_t + B_{t+1} o dB_{t+1} - A_t o dA_t - k_t o dk_t
+    dlog_f_t = f_t o G_t o S_{t-1} = dlog_f_{t+1} + q_t o dq_t + B_{t+1} o dB_{t+1} - A_t o dA_t - k_t o dk_t
+
+The first form is evaluated at the starts of chunks, where states are at hand, and the second one inside of chunks:
+over all tokens its rounding errors add up to more than what is left.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch.operator import custom_op
@@ -120,20 +124,27 @@ def _later(x: Tensor) -> Tensor:
 @custom_op("delta_walk_backward")
 def delta_walk_backward(
     grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor,
-    state: Tensor, last: Tensor, z: Tensor, states: Tensor,
+    state: Tensor, z: Tensor, states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the inputs of `delta_walk`, in their order."""
+    n, more = q.shape[1], -q.shape[1] % CHUNK
+    tokens = [F.pad(x, (*[0] * (2 * x.dim() - 3), more)) if more else x for x in (grad, q, k, v, log_f, a, b, z)]
     with torch.autocast(q.device.type, enabled=False):
-        return _gradients(grad, grad_state, q, k, v, log_f, a, b, state, last, z, states)
+        *grads, d_state = _gradients(tokens, grad_state, state, states)
+    kinds = (q, k, v, log_f, a, b)
+    dq, dk, dv, df, da, db = (g[:, :n].to(x.dtype).contiguous() for g, x in zip(grads, kinds, strict=True))
+    return dq, dk, dv, df, da, db, d_state.to(state.dtype).contiguous()
 
 
-def _gradients(
-    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor,
-    state: Tensor, last: Tensor, z: Tensor, states: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _gradients(tokens: list[Tensor], grad_state: Tensor, state: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, log_f, a, b and state in float32.
+
+    tokens: the gradient of o, q, k, v, log_f, a, b and z, of whole chunks of tokens
+    """
+    grad, q, k, v, log_f, a, b, z = tokens
     k1, v1 = k[:, :, :, 0], v[:, :, :, 0]
-    grad_state, back = grad_state.float(), (q.flip(1), grad.flip(1), _later(log_f), _later(b), _later(a))
-    dv, g_first, y, g_states = _walk(k1.flip(1), *back, grad_state, torch.float32, True)
+    back = (q.flip(1), grad.flip(1), _later(log_f), _later(b), _later(a))
+    dv, g_first, y, g_states = _walk(k1.flip(1), *back, grad_state.float(), torch.float32, True)
     y_first = torch.einsum("bhrd,bhdv->bhrv", a[:, 0].float(), g_first)
     y = torch.cat([y[:, 1:], y_first[:, None]], 1).flip(1)  # what was read at token t belongs to t + 1
     dq = _right(states, k1, v1, log_f, a, z, grad.unsqueeze(3), False)[:, :, :, 0]
@@ -144,15 +155,14 @@ def _gradients(
     dk, da = found[:, :, :, 0], found[:, :, :, 1:]
     change = q * dq - k1 * dk - (a * da).sum(3)
     change[:, :-1] += (b * db).sum(3)[:, 1:]
-    change[:, -1] += (last * grad_state).sum(3)
-    d_log = change.double().flip(1).cumsum(1).flip(1)
+    first = torch.cat([g_first.unsqueeze(2), g_states.flip(2)[:, :, :-1]], 2)  # G at the first tokens of chunks
+    d_first = (first * states).sum(4).transpose(1, 2) * log_f[:, ::CHUNK].float().clamp(min=LEAST).exp()
+    change = change.unflatten(1, (-1, CHUNK))
+    d_log = (d_first.unsqueeze(2) + change - change.cumsum(2)).flatten(1, 2)
     d_log = d_log.sum(3, keepdim=True) if log_f.shape[3] == 1 else d_log
     erased = torch.einsum("bhrd,bhrv->bhdv", b[:, 0].float(), y_first)
     d_state = log_f[:, 0].float().exp().unsqueeze(3) * g_first - erased
-    of_inputs = (dq, dk.unsqueeze(3), dv.flip(1).unsqueeze(3), d_log, da, db, d_state)
-    inputs = (q, k, v, log_f, a, b, state)
-    grads = [x.to(t.dtype).contiguous() for x, t in zip(of_inputs, inputs, strict=True)]
-    return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5], grads[6]
+    return dq, dk.unsqueeze(3), dv.flip(1).unsqueeze(3), d_log, da, db, d_state
 
 
 @delta_walk_backward.register_fake
@@ -162,7 +172,7 @@ def _(grad, grad_state, q, k, v, log_f, a, b, state, *saved):
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*inputs[:7], *output[1:])
+    ctx.save_for_backward(*inputs[:7], *output[2:])
 
 
 def _backward(ctx: Any, grad: Tensor, grad_state: Tensor, *_: Tensor) -> tuple:

@@ -5,6 +5,7 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from tests.ops.fused.children import check_compiled, check_interpreted
 # n, D, Dv, rank, decay per channel, strength of the decay
 CASES = [(1, 16, 16, 1, False, 1), (37, 16, 24, 1, False, 2), (50, 16, 40, 2, True, 2), (37, 24, 16, 1, True, 9),
          (33, 8, 8, 0, True, 1)]  # fmt: skip
+LONG = (600, 16, 16, 1, False, 0.2)  # summed over tokens, errors of dlog_f would be larger than dlog_f
 GPU_CASES = [(500, 64, 64, 2, True, 1), (1000, 128, 128, 1, False, 1), (333, 64, 128, 0, False, 2),
              (200, 72, 40, 2, False, 1)]  # fmt: skip
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here")
@@ -53,6 +55,27 @@ def errors(case, dtype, device):
     found = results(lambda *y: fused.delta_walk(*y, True), x, grads)
     truth = results(lambda *y: evaluate(*y, by_token=True), x, grads, torch.float64)
     return [l2_error(a, b) for a, b in zip(found, truth, strict=True)], found
+
+
+def decay_error(device):
+    """Relative error of the gradient of one decay per head, in float16."""
+    x, grads = setting(LONG, torch.float16, device)
+    x[3] = torch.tensor([[[[-0.02], [-0.1], [-0.4]]]], device=device)
+
+    def gradient(f, dtype=None):
+        rate = x[3].to(dtype or torch.float32).requires_grad_()
+        y = [t.to(dtype or t.dtype) for t in x]
+        o = f(*y[:3], rate.expand(2, LONG[0], 3, 1).clone(), *y[4:])[0]
+        return torch.autograd.grad((o * grads[0].to(o)).sum(), rate)[0]
+
+    truth = gradient(lambda *y: evaluate(*y, by_token=True), torch.float64)
+    return l2_error(gradient(lambda *y: fused.delta_walk(*y, True)), truth)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gradient_of_a_decay_per_head():
+    assert decay_error("cuda") <= 1e-3
 
 
 @pytest.mark.gpu
@@ -119,11 +142,29 @@ def test_what_triton_does_not_have():
         hk.explain("delta", q, k, v, log_g=log_f)
 
 
+def cut_operands(patch) -> None:
+    """Let products in the interpreter read the leading 19 bits of float32, as tensor cores do in TF32."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def cut(x):
+        bits = np.ascontiguousarray(x.data).view(np.uint32) & np.uint32(0xFFFFE000)
+        return TensorHandle(bits.view(np.float32), x.dtype)
+
+    patch.setattr(InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, cut(a), cut(b), *rest))
+
+
 def interpreted() -> None:
+    from hla_kernels.delta_rule import walk
     from tests.ops.fused.children.quicker import interpret_quicker
 
     interpret_quicker()
     torch.cuda.device_of = lambda x: nullcontext()
+    with pytest.MonkeyPatch.context() as patch:
+        cut_operands(patch)
+        assert decay_error("cpu") <= 1e-3
+    walk.rounded = lambda x: x  # products are exact here
     empty = [t[:0] for t in setting(CASES[1], torch.float32, "cpu")[0]]
     assert [t.shape[0] for t in fused.delta_walk(*empty, True)[:2]] == [0, 0]
     for case in CASES:
