@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .blockmix import call as block_call
 from .blockmix import fused as block_fused
+from .blockmix.frames import every_frame, mixing_of_frames
 from .blockmix.operator import flat, mhla_op, mhla_packed_op
 from .blockmix.reference import reference as block_reference
 from .blockmix.streaming import stream as block_stream
@@ -128,9 +129,9 @@ def why_not_triton(call: AnyCall) -> str | None:
     if isinstance(call, Call) and call.options.causal:
         return stages.why_not(call.op, call.q, call.v, call.options, call.return_state)
     if call.state is not None or call.return_state:
-        return "two-sided calls with a state have no Triton form"
+        return "these calls have no Triton form with a state"
     if isinstance(call, block_call.BlockCall):
-        return block_fused.why_not(call.q, call.k, call.v, call.options, call.rotary)
+        return block_fused.why_not(call.q, call.k, call.v, every_frame(call.options), call.rotary)
     o = call.options
     if call.q.dtype == torch.float64:
         return "there is no Triton form in float64"
@@ -329,6 +330,8 @@ def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", *
     call = prepare_blocks(*(tokens if len(tokens) == 3 else tokens[0].unbind(2)), mixing, impl=impl, **options)
     chosen = choose(call, impl)
     q, k, v, mixing, kept, mask, rotary, state, return_state = call
+    if chosen == "triton" and kept.causal == "frame":
+        mixing, kept = mixing_of_frames(mixing, kept.layout.grid[0]), every_frame(kept)
     with plain_precision(q):
         if chosen != "reference" and (kept.causal == "frame" or state is not None or return_state):
             y, state = block_stream(q, k, v, mixing, kept, rotary, state)

@@ -39,7 +39,8 @@ def mhla(
                   be runs of tokens: only the first axis may be divided. The grid defines where blocks begin: fewer
                   tokens than it holds are allowed, and results do not depend on later tokens. "frame": tokens attend to
                   all tokens of their frame (the first axis of the grid) and of earlier ones; blocks divide a frame
-                  alone, (1, 4, 4), and their moments are sums over frames; first order, in torch
+                  alone, (1, 4, 4), and their moments are sums over frames; first order. The Triton form (without a
+                  state) mixes the blocks of all frames, and subtracts the mean of v over all frames before rounding
     token_mask    [B, N] bool, True for real tokens (as key_padding_mask in `api`), two-sided only. Padded tokens are
                   neither read nor written: they do not enter moments, N of the scale counts real tokens, and their
                   outputs and gradients are 0

@@ -2,7 +2,9 @@
 
     o_t = q_t' Sum_b m_ib P_b, P_b = Sum_f Sum_{j in block b of frame f} k_j v_j'    f up to the frame of t, i its block
 
-The state holds P_b of all blocks of a frame, M F Dv numbers per head whatever the number of frames.
+The state holds P_b of all blocks of a frame, M F Dv numbers per head whatever the number of frames. Without a state this
+is two-sided block mixing of the blocks of all frames, whose mixing matrix is zero for later frames (`every_frame`): the
+Triton form of `fused`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .causal import mix
 from .layout import Layout, block_slots
+from .options import BlockOptions
 from .torch_form import Prepared
 
 
@@ -37,3 +41,18 @@ class Frames:
             moments = moments + earlier.unsqueeze(3)
         y = q @ mix(moments, p.m.unsqueeze(2))
         return y.flatten(-3, -2)[..., places, :].flatten(3, 4), (moments[:, :, :, -1],)
+
+
+def every_frame(options: BlockOptions) -> BlockOptions:
+    """Return options of two-sided mixing of the blocks of every frame, for the mixing of `mixing_of_frames`; the same
+    options if they are not of frames."""
+    if options.causal != "frame":
+        return options
+    layout = options.layout._replace(blocks=(options.layout.grid[0], *options.layout.blocks[1:]))
+    return options._replace(layout=layout, causal=False, scale=1.0 if options.scale is None else options.scale)
+
+
+def mixing_of_frames(mixing: Tensor, frames: int) -> Tensor:
+    """Return the mixing [.., frames M, frames M] of the blocks of every frame from [.., M, M]; it is 0 for later
+    frames."""
+    return torch.kron(torch.ones(frames, frames, dtype=mixing.dtype, device=mixing.device).tril(), mixing)

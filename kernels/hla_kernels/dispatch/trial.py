@@ -35,7 +35,8 @@ def trial_of(call: Any) -> tuple | None:
     if isinstance(call, BlockCall):
         o, turned = call.options, None if call.rotary is None else tuple(int(x) for x in call.rotary[0].shape)
         options = (
-            *_grid(o.layout), ("prefix", int(o.layout.prefix)), ("order", o.order), ("feature_map", o.feature_map),
+            *_grid(o.layout), ("prefix", int(o.layout.prefix)), ("order", o.order), ("causal", o.causal),
+            ("feature_map", o.feature_map),
             ("normalize", o.normalize), ("rotary_half", o.rotary_half), ("moments", o.moments),
             ("token_mask", call.mask is not None), ("rotary", turned),
         )  # fmt: skip

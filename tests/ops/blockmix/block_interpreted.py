@@ -8,7 +8,9 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels.blockmix import fused
+from hla_kernels.blockmix.frames import every_frame, mixing_of_frames
 from hla_kernels.blockmix.fused import launch, plan
+from hla_kernels.blockmix.reference import reference
 from tests.helpers.error_rule import relative_error
 from tests.ops.blockmix.fused_cases import angles_of, make, options_of, torch_form, triton_form
 from tests.ops.fused.cases import poison
@@ -58,6 +60,28 @@ def test_matches_float64(monkeypatch, case):
         assert relative_error(got[4], exact) <= 3e-6  # measured 1.3e-6
     if mask is not None:
         assert not any(bool(x[~mask].any()) for x in got[:4])
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "turned", "more"),
+    [({}, FULL, False, {"heads": True}), (PLAIN, HALF, True, {"group": 2}), ({"scale": 0.3}, HALF, True, {})],
+    ids=str,
+)
+def test_frames(monkeypatch, options, dtype, turned, more):
+    """causal="frame" as mixing of the blocks of all frames, with gradients, against its definition."""
+    o, sizes = options_of((3, 4, 5), (1, 2, 2), causal="frame", **options), (1, 2, 16, 16)
+    tensors, grad, _ = make(o, sizes, dtype, **more)
+    rotary = angles_of(o, sizes) if turned else None
+    x = [t.detach().double().requires_grad_() for t in tensors]
+    truth = reference(*x, o, None, rotary)
+    m = tensors[3].requires_grad_()
+    mixing = mixing_of_frames(m, 3)
+    wide = (*tensors[:3], mixing.detach())
+    got = triton_form(monkeypatch, every_frame(o), wide, grad, None, rotary)
+    got[4] = torch.autograd.grad(mixing, m, got[4].to(m))[0]
+    truth = [truth.detach(), *torch.autograd.grad(truth, x, grad.double())]
+    errors = [relative_error(a, b) for a, b in zip(got, truth, strict=True)]
+    assert all(e <= TOLERANCE[dtype] for e in errors), errors
 
 
 def test_several_parts_of_a_block(monkeypatch):
@@ -128,6 +152,7 @@ def test_why_not():
         assert fused.why_not(x, x[:, :, :1], x[:, :, :1], o, rotary) is None
     refused = (
         (q.double(), o, "float64"), (q[..., :8], o, "D = 8"), (q, o._replace(causal=True), "causal"),
+        (q, every_frame(options_of((300, 2, 2), (1, 2, 2), causal="frame")), "1200 blocks"),
         (q, o._replace(feature_map="softmax_pair"), "'softmax_pair'"), (q, options_of((2000,), (1200,)), "1200 blocks"),
         (q.transpose(1, 3).contiguous().transpose(1, 3), o, "not contiguous"),
     )  # fmt: skip

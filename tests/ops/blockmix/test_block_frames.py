@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import hla_kernels as hk
+from hla_kernels import op
+from hla_kernels.blockmix.layout import Layout
 from tests.ops.blockmix.block_cases import OPTIONS, angles, blocks_by_hand, inputs
 from tests.ops.cases import assert_same
 
@@ -90,6 +92,25 @@ def test_one_block_is_linear_attention_and_one_frame_is_two_sided():
     *x, m = inputs({"grid": (1, 3, 5), "blocks": (1, 2, 2)})
     layout = {"grid": (1, 3, 5), "blocks": (1, 2, 2)}
     assert_same(frames(x, m, layout), hk.mhla(*x, m, **layout, scale=1.0))
+
+
+@EACH
+def test_blocks_of_all_frames(monkeypatch, options):
+    """The form that runs in Triton, here with the torch form in its place: two-sided, with gradients."""
+    x = [t.requires_grad_() for t in inputs(LAYOUT, heads=True)]
+    y, calls, original = frames(x[:3], x[3], rotary=angles(LAYOUT), **options), [], op.mhla_op
+
+    def in_torch(*given):
+        calls.append(Layout(*(tuple(n) if isinstance(n, list) else n for n in given[8:11])))
+        return original(*given[:-2], "torch", False)
+
+    monkeypatch.setattr(op, "choose", lambda call, impl: "triton")
+    monkeypatch.setattr(op, "mhla_op", in_torch)
+    z = frames(x[:3], x[3], rotary=angles(LAYOUT), **options)
+    assert calls == [Layout((4, 3, 5), (4, 2, 2), 0)]
+    grad = inputs(LAYOUT, hk=4)[2]
+    for a, b in zip([y, *torch.autograd.grad(y, x, grad)], [z, *torch.autograd.grad(z, x, grad)], strict=True):
+        assert_same(a, b)
 
 
 def test_packed_and_compiled():

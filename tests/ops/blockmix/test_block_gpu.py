@@ -179,3 +179,22 @@ def test_refusals():
         assert explained.impl == "torch" and reason in explained.why_not["triton"]
         with pytest.raises(ValueError, match=reason):
             hk.mhla(*x, mixing, impl="triton", **WHERE, **options)
+
+
+@pytest.mark.parametrize(("options", "turned"), [({}, False), ({}, True), (BARE, True), (ELU1, False)], ids=str)
+def test_frames(options, turned):
+    """causal="frame" takes the Triton form without a state, within the rule of the error; a state runs in torch."""
+    layout, o = {"grid": (9, 20, 24), "blocks": (1, 2, 3)}, options_of((9, 20, 24), (1, 2, 3), causal="frame")
+    tensors, grad, _ = make(o, (1, 2, 64, 64), BF16, device="cuda", mean=1.0)
+    rotary = angles_of(o, (1, 2, 64, 64), "cuda") if turned else None
+    given = {**layout, **options, "causal": "frame", "rotary": rotary}
+    assert hk.explain("mhla", *tensors, **given).impl == "triton"
+    assert hk.explain("mhla", *tensors, **given, return_state=True).impl == "torch"
+    found = []
+    for dtype, impl in ((BF16, "auto"), (BF16, "torch"), (torch.float64, "reference")):
+        x = [t.detach().to(dtype).requires_grad_() for t in tensors[:3]]
+        x.append(tensors[3].to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_())
+        y = hk.mhla(*x, **given, impl=impl)
+        found.append([y.detach(), *torch.autograd.grad(y, x, grad.to(dtype))])
+    errors = [relative_error(a, b) for a, b in zip(found[0], found[2], strict=True)]
+    assert max(errors) <= LIMITS[BF16], errors
