@@ -41,7 +41,7 @@ CASES = [
 PIECES = [CASES[1], CASES[2], *CASES[6:]]  # with states, too
 # relative L2 errors of o, gradients of tokens and of the decay; of ratios, whose gradients cancel
 LIMITS = {torch.bfloat16: (4e-3, 4e-3, 2e-2), torch.float16: (1e-3, 1e-3, 6e-3)}
-OF_RATIOS = {torch.bfloat16: (4e-3, 1.5e-2, 2e-2), torch.float16: (1e-3, 3e-3, 6e-3)}
+OF_RATIOS = {torch.bfloat16: (4e-3, 5e-3, 2e-2), torch.float16: (1e-3, 3e-3, 6e-3)}
 GPU_CASES = [
     (1000, 4, 4, 64, 64, "plain", ()), (600, 4, 2, 128, 128, "plain", (0.9, 0.99)), (333, 2, 2, 72, 40, "ratio", ()),
     (4096, 2, 1, 64, 64, "ratio", (0.99, 0.999)), (5000, 2, 2, 64, 128, "scale", (0.9, 0.999)),
@@ -212,7 +212,7 @@ def test_interpreted(op):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("d", "learned", "stack"), [(64, 0, 0), (64, 1, 8), (128, 0, 0), (128, 1, 64)])
+@pytest.mark.parametrize(("d", "learned", "stack"), [(64, 0, 0), (64, 1, 32), (128, 0, 0), (128, 1, 64)])
 def test_no_spills_and_no_operand_in_registers(tmp_path, d, learned, stack):
     """What calls and their backward launch, compiled for sm_90a. Sums for the gradient of the decay spill a few
     registers."""
@@ -314,7 +314,8 @@ def compiled(d: str, learned: str) -> None:
     gamma = torch.empty(1, 3, 1, 1, 1, device="meta") if int(learned) else None
     for op in CAUSAL:
         for normalize in (False, True):
-            options = (op, None, normalize, None, 0)
+            options = (op, "relu" if normalize else None, normalize, None, 0)
+            operator.causal_stages.function(q, q, q, gamma, None, *options, 1e-6, False, False)
             saved = operator.causal_stages.function(q, q, q, gamma, None, *options, 1e-6, True, False)
             rest = (None, None, list(saved), bool(int(learned)), *options)
             operator.causal_stages_backward.function(q, q, q, q, gamma, *rest)

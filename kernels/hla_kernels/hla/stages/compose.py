@@ -32,10 +32,11 @@ States = dict[str, Tensor]  # of the stages, see `contents.STAGES`: float32 [B, 
 
 
 def forward(
-    op: str, p: Pass, q: Tokens, k: Tokens, v: Tokens, eps: float | None, first: States | None, keep: bool
-) -> tuple[Tokens, Tokens | None, Tokens | None, States]:
-    """Return (o, u, r, states after the tokens if `keep`), None for what an operator does not have; o holds the divisor
-    as extra channel if there is an eps. first: states before the tokens."""
+    op: str, p: Pass, q: Tokens, k: Tokens, v: Tokens, eps: float | None, first: States | None, keep: bool,
+    dtype: torch.dtype,
+) -> tuple[Tokens, Tokens | None, Tokens | None, States]:  # fmt: skip
+    """Return (o in `dtype`, u, r, states after the tokens if `keep`), None for what an operator does not have; o holds
+    the divisor as extra channel if there is an eps. first: states before the tokens."""
     ratio, after = eps is not None, dict[str, Tensor]()
 
     def stage(name: str, *term: Tokens, **options: Any) -> Tokens:
@@ -47,7 +48,7 @@ def forward(
 
     u = stage("S", q, k, k, inner=True) if op in ("hla2", "hla3") else None
     r = stage("P", q, k, v, extra=ratio, inner=True) if op in ("ahla", "hla3") else None
-    o = stage(STAGES[op][-1], q, u or k, r or v, extra=ratio, eps=eps)
+    o = stage(STAGES[op][-1], q, u or k, r or v, extra=ratio, eps=eps, dtype=dtype)
     return o, u, r, after
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...dispatch.recording import launch
 from .kernels import carry, outputs, states
-from .plan import CHUNK, in_tf32, padded, plan, together, warps
+from .plan import CHUNK, REST, in_tf32, padded, plan, together, warps
 
 
 class Tokens(NamedTuple):
@@ -102,7 +102,7 @@ class Pass:
         at = tuple(x for t in tokens for x in self._at(t.x))
         out = torch.empty((b, n, self.heads, width), dtype=dtype, device=z.device)
         out_extra = torch.empty((b, n, self.heads), dtype=torch.float32, device=z.device) if extra else None
-        rest = None if eps is None else torch.empty_like(out)
+        rest = None if eps is None else torch.empty_like(out, dtype=REST)
         p = plan(b * self.heads, n, width, self.frame)
         scored = tuple(x.extra is not None and y.extra is not None for x, y, _ in terms)
         valued = tuple(extra and z.extra is not None for _, _, z in terms)

@@ -11,16 +11,18 @@ from torch import Tensor
 from ...dispatch.operator import custom_op
 from ...features import feature, feature_grad, feature_width
 from ..streaming.contents import STAGES
-from .plan import in_tf32
+from .plan import REST, in_tf32
 
 if TYPE_CHECKING:
     from .launch import Pass, Tokens
 
 
-def work_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of stages between the tokens and the output. Inner stages of float16 tokens leave its range, so
-    they are float32, with products in TF32, which has the precision of float16."""
-    return torch.float32 if x.dtype == torch.float16 else x.dtype
+def work_dtype(x: Tensor, op: str, normalize: bool, save: bool) -> torch.dtype:
+    """Return the dtype of stages between the tokens and the output: that of the tokens, or float32 with products in
+    TF32, which has the precision of float16. Inner stages of float16 tokens leave its range; gradients of ratios of
+    higher orders (save: with a backward) are small differences of large terms."""
+    exact = x.dtype == torch.float16 or (normalize and save and op != "linear_attention")
+    return torch.float32 if exact else x.dtype
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -58,8 +60,8 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, op: str, name: str | None, normaliz
     return [u, r, (b, n, h) if ratio and len(r) > 1 else (0,), *(((b, n, h), (b, n, h, dv)) if ratio else ((0,), (0,)))]
 
 
-def _saved(q: Tensor, shapes: list[tuple]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dtypes = (work_dtype(q), work_dtype(q), torch.float32, torch.float32, work_dtype(q))
+def _saved(q: Tensor, work: torch.dtype, shapes: list[tuple]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dtypes = (work, work, torch.float32, torch.float32, REST)
     u, r, extra, divisor, rest = (q.new_empty(s, dtype=t) for s, t in zip(shapes, dtypes, strict=True))
     return u, r, extra, divisor, rest
 
@@ -71,9 +73,9 @@ def log2_decay(gamma: Tensor | None, h: int, hk: int) -> Tensor | None:
 
 def _pass(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, name: str | None, normalize: bool, scale: float | None,
-    frame: int,
+    frame: int, work: torch.dtype,
 ) -> tuple[Pass, Tokens, Tokens, Tokens]:  # fmt: skip
-    """Return the launches of a call, and its q, k, v after the feature map."""
+    """Return the launches of a call, and its q, k, v after the feature map, in the dtype `work`."""
     from .launch import Pass, Tokens
 
     h, hk = q.shape[2], k.shape[2]
@@ -82,8 +84,8 @@ def _pass(
         # without a decay, tiles that are operands are also read by threads, and Triton's pipeline could overwrite them
         log2 = q.new_zeros(h, dtype=torch.float32)
     ones = v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None
-    q, k, v = _features(q, name, work_dtype(q)), _features(k, name, work_dtype(k)), _rows(v.to(work_dtype(v)))
-    exact = gamma is not None or in_tf32(work_dtype(q))  # without, TF32 spills
+    q, k, v = _features(q, name, work), _features(k, name, work), _rows(v.to(work))
+    exact = gamma is not None or in_tf32(work)  # without, TF32 spills
     launches = Pass(h, log2, exact, 1.0 if scale is None else scale, frame)
     return launches, Tokens(q), Tokens(k), Tokens(v, ones)
 
@@ -120,22 +122,22 @@ def causal_stages(
     from .compose import forward
 
     d, e = feature_width(q.shape[3], feature_map), v.shape[3] + normalize
-    saved, none = _saved(q, _shapes(q, k, v, op, feature_map, normalize, save)), q.new_empty(0, dtype=torch.float32)
+    work, none = work_dtype(q, op, normalize, save), q.new_empty(0, dtype=torch.float32)
+    saved = _saved(q, work, _shapes(q, k, v, op, feature_map, normalize, save))
     if not q.shape[0]:
         last = none.new_empty(0, q.shape[2], state_size(op, d, e)) if keep else none
         return q.new_empty((*q.shape[:3], v.shape[3])), last, *saved
     with torch.cuda.device_of(q):
-        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame)
+        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, work)
         before = None if first is None else _by_stage(op, first, d, e)
-        o, u, r, after = forward(op, p, tokens[0], tokens[1], tokens[2], eps if normalize else None, before, keep)
+        eps_of = eps if normalize else None
+        o, u, r, after = forward(op, p, tokens[0], tokens[1], tokens[2], eps_of, before, keep, q.dtype)
         last = _flat(op, after) if keep else none
-    y = o.x.to(q.dtype)
     if not save:
-        return y, last, *saved
-    rest = o.x - y if normalize and y.dtype != o.x.dtype else o.rest
-    kept = (None if u is None else u.x, None if r is None else r.x, None if r is None else r.extra, o.extra, rest)
+        return o.x, last, *saved
+    kept = (None if u is None else u.x, None if r is None else r.x, None if r is None else r.extra, o.extra, o.rest)
     found = [new if new is not None else none for new, none in zip(kept, saved, strict=True)]
-    return y, last, found[0], found[1], found[2], found[3], found[4]
+    return o.x, last, found[0], found[1], found[2], found[3], found[4]
 
 
 @causal_stages.register_fake
@@ -143,7 +145,8 @@ def _(q, k, v, gamma, first, op, feature_map, normalize, scale, frame, eps, save
     o = q.new_empty((*q.shape[:3], v.shape[3]))
     size = state_size(op, feature_width(q.shape[3], feature_map), v.shape[3] + normalize)
     last = q.new_empty((q.shape[0], q.shape[2], size) if keep else (0,), dtype=torch.float32)
-    return o, last, *_saved(q, _shapes(q, k, v, op, feature_map, normalize, save))
+    work = work_dtype(q, op, normalize, save)
+    return o, last, *_saved(q, work, _shapes(q, k, v, op, feature_map, normalize, save))
 
 
 @custom_op("causal_stages_backward")
@@ -165,9 +168,9 @@ def causal_stages_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), d_gamma, d_first
     o, last, u, r, r_extra, divisor, rest = (x if x.numel() else None for x in saved)
     with torch.cuda.device_of(q):
-        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame)
+        dtype, group = work_dtype(q, op, normalize, True), q.shape[2] // k.shape[2]
+        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, dtype)
         p.sums = Sums() if gamma_grad else None
-        dtype, group = work_dtype(q), q.shape[2] // k.shape[2]
         extra = None
         if o is not None and divisor is not None and rest is not None:
             grad, extra = rows.of_ratio(grad, o, rest, divisor, dtype, in_tf32(dtype))

@@ -9,6 +9,7 @@ import torch
 CHUNK = 64  # tokens per tile
 LEAST = 16  # minimum size of an axis in a product
 PROGRAMS = 396  # programs of a launch, at least: three per multiprocessor of an H100
+REST = torch.bfloat16  # dtype of rounding errors of outputs: with them, an output of 16 bits has 16 or more
 SEGMENT = 8  # chunks of the shortest segment of a divided sequence
 
 
