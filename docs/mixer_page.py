@@ -49,8 +49,8 @@ HEAD = """# All mixers
 Written by `docs/readme_tables.py` from the classes in `zoo/mixers`, whose docstrings have more, and from
 `docs/results`. N tokens, D channels per head, ' the transpose, phi the feature map, A = phi(Q) phi(K)'.
 
-- Order: causal is `causal=True`, frame-causal `causal="frame"`. Causal state: numbers per head that are kept of earlier
-  tokens, without vectors of D numbers; M blocks.
+- Order: causal is `causal=True`, frame-causal `causal="frame"` (delta rules: `scan="frame"`). Causal state: numbers
+  per head that are kept of earlier tokens, without vectors of D numbers; M blocks.
 - Tokens: whether they need a grid; "any" includes sets of points. Shared: whether devices can share the tokens.
 - Implementation: for usual two-sided calls on CUDA in 16 bits ([details](mixers.md#triton-kernels)).
 - Best in: experiments of [the results](results/index.md) with the best mean of all mixers but softmax, without softmax
@@ -179,7 +179,7 @@ def found(pattern: re.Pattern[str], kind: type[Mixer]) -> list[str]:
 def order(name: str, kind: type[Mixer]) -> str:
     """Return which orders of the tokens the mixer has."""
     if hasattr(kind.defaults, "activation"):  # delta rules
-        return "scans, causal"
+        return "scans, causal, frame-causal"
     causal = ["causal"] * (name == "softmax" or takes(name, True)) + ["frame-causal"] * takes(name, "frame")
     return ", ".join(["two-sided", *causal])
 

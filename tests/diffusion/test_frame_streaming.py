@@ -20,10 +20,11 @@ from zoo.train.denoising.run import DiffusionRun
 MIXERS = ("la", "hla2", "ahla", "hla3")
 EVERY = (*MIXERS, "mhla", "softmax")
 FRAMES = 6
+FRAMED = {"scan": "frame"}  # as delta rules have it
 
 
 def model_of(name, mixer, **options):
-    return converted(name, mixer, causal="frame", **options).double()
+    return converted(name, mixer, **(options if options == FRAMED else {"causal": "frame", **options})).double()
 
 
 def arguments(name, first=0, last=FRAMES):
@@ -52,6 +53,8 @@ def frames_of(name, y):
         ("ltx", "softmax", {"window": 2}),
         ("ltx", "mhla", {"blocks": (1, 2, 2), "feature_map": "relu", "per_head": True}),
         ("wan", "ahla", {"normalize": False, "post_norm": True}),
+        ("wan", "gdn", FRAMED),
+        ("ltx", "hdla", FRAMED),
     ],
 )
 @torch.no_grad()
@@ -68,10 +71,13 @@ def test_pieces_are_the_whole(name, mixer, options):
     assert torch.equal(frames_of(name, run(model, arguments(name))), whole)
 
 
-@pytest.mark.parametrize(("name", "mixer"), [*(("wan", mixer) for mixer in EVERY), ("ltx", "hla2")])
+@pytest.mark.parametrize(
+    ("name", "mixer"), [*(("wan", mixer) for mixer in (*EVERY, "hdla")), ("ltx", "hla2"), ("ltx", "deltanet")]
+)
 @torch.no_grad()
 def test_later_frames_change_nothing_before_them(name, mixer):
-    options = {"mhla": {"blocks": (1, 2, 3)}, "softmax": {"window": 3}}.get(mixer, {})
+    rules = dict.fromkeys(("hdla", "deltanet"), FRAMED)
+    options = {"mhla": {"blocks": (1, 2, 3)}, "softmax": {"window": 3}, **rules}.get(mixer, {})
     model, given = model_of(name, mixer, **options), arguments(name)
     before = frames_of(name, run(model, given))
     x = given["hidden_states"]

@@ -45,6 +45,14 @@ def rule(name, mixer, x, k):
     return (f, beta, dt) if name == "mamba2" else (f, beta, beta)
 
 
+def step(name, state, key, v, f, beta, factor):
+    """The state after a token, from its key, value and `rule` [B, H, .]."""
+    decay, b = f[..., None], beta[..., None]
+    householder = torch.eye(HEAD_DIM, dtype=key.dtype) - b * key.unsqueeze(-1) * key.unsqueeze(-2)
+    state = householder @ (decay * (householder @ state)) if name == "hdla" else decay * (householder @ state)
+    return state + (factor * key).unsqueeze(-1) * v.unsqueeze(-2)
+
+
 def by_token(name, mixer, q, k, v, x, order):
     """The recurrence along an order, then norm and gate, as the publications have them."""
     q, k, v = (F.silu(t) for t in (q, k, v))
@@ -52,10 +60,7 @@ def by_token(name, mixer, q, k, v, x, order):
     f, beta, factor = rule(name, mixer, x, k)
     state, out = torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM, dtype=q.dtype), torch.empty_like(q)
     for t in order:
-        key, decay, b = k[:, t], f[:, t, :, :, None], beta[:, t, :, :, None]
-        householder = torch.eye(HEAD_DIM, dtype=q.dtype) - b * key.unsqueeze(-1) * key.unsqueeze(-2)
-        state = householder @ (decay * (householder @ state)) if name == "hdla" else decay * (householder @ state)
-        state = state + (factor[:, t] * key).unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        state = step(name, state, k[:, t], v[:, t], f[:, t], beta[:, t], factor[:, t])
         out[:, t] = (q[:, t].unsqueeze(-2) @ state).squeeze(-2) * HEAD_DIM**-0.5
     return out
 
@@ -96,6 +101,37 @@ def test_each_quarter_of_the_heads_has_a_direction(name):
     heads = torch.arange(HEADS).tensor_split(4)
     expected = torch.cat([part[:, :, h] for part, h in zip(parts, heads, strict=True)], 2)
     torch.testing.assert_close(mixer(q, k, v, ctx), finish(mixer, expected, ctx.x), rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", DELTA)
+def test_tokens_of_a_frame_act_on_the_state_before_it(name):
+    """Two frames of three tokens: the mean of what the recurrence does with each token alone; streamed too."""
+    mixer = mixer_of(name, scan="frame")
+    q, k, v, ctx = tokens()
+    q_, k_, v_ = (F.silu(t) for t in (q, k, v))
+    k_ = k_ if name in ("gla", "mamba2", "retnet") else F.normalize(k_, dim=-1)
+    f, beta, factor = rule(name, mixer, ctx.x, k_)
+    state, out = torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM, dtype=q.dtype), torch.empty_like(q)
+    for frame in ((0, 1, 2), (3, 4, 5)):
+        left = [step(name, state, k_[:, t], v_[:, t], f[:, t], beta[:, t], factor[:, t]) for t in frame]
+        state = torch.stack(left).mean(0)
+        for t in frame:
+            out[:, t] = (q_[:, t].unsqueeze(-2) @ state).squeeze(-2) * HEAD_DIM**-0.5
+    expected = finish(mixer, out, ctx.x)
+    torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=1e-7, atol=1e-8)
+    mixer.states = {}
+    parts = [
+        mixer(*(t[:, s] for t in (q, k, v)), Context(ctx.x[:, s], (1, 3))) for s in (slice(0, 3), slice(3, 6))
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-7, atol=1e-8)
+
+
+def test_frames_are_of_a_grid_without_other_tokens():
+    with pytest.raises(ValueError, match="read later frames"):
+        build_mixer("gdn", DIM, HEADS, HEAD_DIM, grid=GRID, scan="frame", lepe=3)
+    q, k, v, ctx = tokens(7, prefix=1)
+    with pytest.raises(ValueError, match="no class or text tokens"):
+        mixer_of("gdn", scan="frame")(q, k, v, Context(ctx.x, GRID, 1))
 
 
 def test_orders_begin_with_text_and_end_with_class_tokens():

@@ -35,7 +35,8 @@ class FrameStream:
         wrong = [name for name, m in mixers.items() if m is None or getattr(m.options, "causal", False) != "frame"]
         if not isinstance(model, HLADiffusionModel) or wrong:
             raise ValueError(
-                f"a stream of frames needs a mixer with causal='frame' in every attention layer; {wrong[0]} has none"
+                "a stream of frames needs a mixer with causal='frame' in every attention layer (scan='frame' for delta "
+                f"rules); {wrong[0]} has none"
             )
         if not model.streams_frames:
             raise ValueError(f"frames of {type(model).__name__} cannot be generated one after the other")

@@ -1,16 +1,16 @@
 """Delta-rule mixers: causal linear attention over scans of the grid, with a state that forgets."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hla_kernels import delta, delta_rules
+from hla_kernels import DeltaState, delta, delta_rules
 from hla_kernels.delta_rule.rules import Arguments
 from zoo.errors import unknown_name
 from zoo.mixers.context import Context, LayerSpec
@@ -29,7 +29,9 @@ class DeltaOptions(LocalOptions):
 
     scan: order of the tokens: "raster" keeps it (causal); "alternate" changes the direction from layer to layer
       (forward, backward, by columns, backward by columns); "heads" gives each quarter of the heads one of these; "both"
-      adds the forward and the backward pass, at twice the cost
+      adds the forward and the backward pass, at twice the cost; "frame" has no order inside a frame (the first axis of
+      the grid): its tokens write to the state before it and read the state after it, for videos that are generated
+      piece by piece, without convolutions
     activation: applied to q, k and v, "silu" or "identity"
     post_norm: RMSNorm per head after the mixer
     gate: multiply the output by a gate computed from the hidden states
@@ -49,16 +51,22 @@ class DeltaOptions(LocalOptions):
         for name in ("post_norm", "gate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.scan == "frame" and (self.depthwise or self.lepe or self.cpe):
+            raise ValueError("scan='frame' excludes depthwise, lepe and cpe, which read later frames")
         super().__post_init__()
 
+    @classmethod
+    def completed(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"depthwise": "", **given} if given.get("scan") == "frame" else given
+
     @property
-    def causal(self) -> bool:
-        """Whether a token attends only to itself and to earlier tokens."""
-        return self.scan == "raster"
+    def causal(self) -> bool | str:
+        """Whether a token attends only to itself and to earlier tokens; "frame": to its frame and to earlier frames."""
+        return self.scan if self.scan == "frame" else self.scan == "raster"
 
     @property
     def needs_grid(self) -> bool:
-        return super().needs_grid or self.scan in ("alternate", "heads")
+        return super().needs_grid or self.scan in ("alternate", "heads", "frame")
 
 
 class DeltaMixer(Mixer):
@@ -70,7 +78,9 @@ class DeltaMixer(Mixer):
     register tokens. The method `arguments` of a subclass computes decays and writing strengths from the hidden states.
 
     q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; 2 (1 + r) N D^2 + 2 (1 + r)^2 N C D multiplications per
-    head for the rank r of A and chunks of C = 64 tokens. Padded tokens change nothing. Options: `DeltaOptions`.
+    head for the rank r of A and chunks of C = 64 tokens. Padded tokens change nothing. With scan="frame" the state
+    after a frame is the mean of those that each of its tokens alone would leave; the cost is (2 + r) N D^2 + F D^3 for
+    F frames. Options: `DeltaOptions`. Raises ValueError for class tokens, text tokens and padding with scan="frame".
     """
 
     defaults: ClassVar[DeltaOptions] = DeltaOptions()
@@ -118,6 +128,8 @@ class DeltaMixer(Mixer):
     def _scanned(self, q: Tensor, given: Arguments, ctx: Context) -> Tensor:
         """Run the operator over the directions of `scan`, q [B, N, H, D] -> [B, N, H, D]."""
         scan, place = self.options.scan, (ctx, q.shape[1], q.device)
+        if scan == "frame":
+            return self._over_frames(q, given, ctx)
         if scan == "raster":
             return _delta(q, given)
         if scan == "both":
@@ -133,6 +145,19 @@ class DeltaMixer(Mixer):
         ]
         return torch.cat(outs, 2)
 
+    def _over_frames(self, q: Tensor, given: Arguments, ctx: Context) -> Tensor:
+        """Run the operator over frames. While a video is streamed, start from the state of earlier frames, and update
+        it."""
+        if ctx.prefix or ctx.suffix or ctx.key_padding_mask is not None:
+            raise ValueError(f"the mixer {self.name!r} with scan='frame' has no class or text tokens and no mask")
+        assert ctx.grid is not None
+        frame = math.prod(ctx.grid[1:])
+        if self.states is None:
+            return _delta(q, given, frame)
+        found = delta(q, **given, frame=frame, state=self.states.get("delta"), return_state=True)
+        o, self.states["delta"] = cast(tuple[Tensor, DeltaState], found)
+        return o
+
 
 def _masked(given: Arguments, mask: Tensor | None) -> Arguments:
     """Set arguments of padded tokens to 0, so that they write, erase and decay nothing."""
@@ -141,8 +166,8 @@ def _masked(given: Arguments, mask: Tensor | None) -> Arguments:
     return _apply(given, lambda x: x.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0) if x.dim() > 1 else x)
 
 
-def _delta(q: Tensor, given: Arguments) -> Tensor:
-    o = delta(q, **given)
+def _delta(q: Tensor, given: Arguments, frame: int = 0) -> Tensor:
+    o = delta(q, **given, frame=frame)
     assert isinstance(o, Tensor)
     return o
 

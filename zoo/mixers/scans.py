@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zoo.mixers.context import Context
 
-SCAN_ORDERS = ("raster", "alternate", "heads", "both")
+SCAN_ORDERS = ("raster", "alternate", "heads", "both", "frame")
 DIRECTIONS = 4
 
 

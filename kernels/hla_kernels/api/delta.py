@@ -22,7 +22,8 @@ from ..options import plain_precision
 
 def delta(
     q: Tensor, k: Tensor, v: Tensor, *, log_f: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None,
-    state: DeltaState | None = None, return_state: bool | str = False, impl: str = "auto", **unknown: Never,
+    frame: int = 0, state: DeltaState | None = None, return_state: bool | str = False, impl: str = "auto",
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, DeltaState]:  # fmt: skip
     """Causal linear attention with a diagonal plus low-rank state transition per token.
 
@@ -33,18 +34,20 @@ def delta(
     log_f   logarithm of the decays, at most 0: per channel [B, N, H, D], per head [B, N, H] or [H]; None is no decay.
             Values of CUDA tensors are not checked
     a, b    columns of A and B, [B, N, H, r, D], r at most 3; None for none. Without both: gated linear attention
+    frame   tokens per frame, or 0: the tokens of a frame act together on the state before it, and read the state after
+            it, the mean of the states that each of them alone would leave (`delta_rule.frames`)
     state   state after the preceding tokens; return_state also returns the state after the last token, with
             "mergeable" including what `merge_delta` needs
     impl    "triton" (on CUDA devices): bfloat16 and float16, ranks up to 2, one write per token, at most 128 channels;
-            decays below e^-10 count as e^-10. "torch" computes chunks of 64 tokens, "reference" single tokens; "auto"
-            as in `api`
+            no frames; decays below e^-10 count as e^-10. "torch" computes chunks of 64 tokens, or frames, "reference"
+            single tokens; "auto" as in `api`
 
     States and sums are float32 (float64 for float64 tokens). Raises ValueError for wrong shapes, dtypes, devices, names
     and decays. Derivatives: reverse mode, once.
     """
     check_unknown(unknown, NAMES)
-    x = prepare(q, k, v, log_f=log_f, a=a, b=b, state=state, return_state=return_state, impl=impl)
-    refuse_forward_mode("delta", *x)
+    x = prepare(q, k, v, log_f=log_f, a=a, b=b, frame=frame, state=state, return_state=return_state, impl=impl)
+    refuse_forward_mode("delta", *x.tensors)
     with plain_precision(x.q):
         o, last = _run(x, choose(x, impl))
         if not return_state:
@@ -59,8 +62,8 @@ def delta(
 def _run(x: DeltaCall, form: str) -> tuple[Tensor, Tensor]:
     """Return (o, last state) of a form."""
     if form == "triton":
-        return fused.delta_walk(*x, needs_backward(*x))[:2]
-    return delta_op(*x) if form == "torch" else evaluate(x.q, x.k, x.v, x.log_f, x.a, x.b, x.state, by_token=True)
+        return fused.delta_walk(*x.tensors, needs_backward(*x.tensors))[:2]
+    return delta_op(*x) if form == "torch" else evaluate(*x, by_token=True)
 
 
 NAMES = named(delta)

@@ -16,7 +16,7 @@ MAX_RANK = 3
 
 class DeltaCall(NamedTuple):
     """A checked call: q [B, N, H, D], k [B, N, H, s, D], v [B, N, H, s, Dv], log_f [B, N, H, 1 or D], a, b
-    [B, N, H, r, D], state [B, H, D, Dv]."""
+    [B, N, H, r, D], state [B, H, D, Dv], tokens per frame or 0."""
 
     q: Tensor
     k: Tensor
@@ -25,11 +25,17 @@ class DeltaCall(NamedTuple):
     a: Tensor
     b: Tensor
     state: Tensor
+    frame: int = 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All fields but the frame."""
+        return self[:-1]
 
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, log_f: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None,
-    state: DeltaState | None = None, return_state: bool | str = False, impl: str = "auto",
+    frame: int = 0, state: DeltaState | None = None, return_state: bool | str = False, impl: str = "auto",
 ) -> DeltaCall:  # fmt: skip
     """Check a call and expand every tensor to its full rank. Autocast casts tokens, except float64."""
     check_name("impl", impl, IMPLS)
@@ -54,8 +60,12 @@ def prepare(
         )
     if dtype is not None:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    if isinstance(frame, bool) or not isinstance(frame, int | torch.SymInt) or frame < 0:
+        raise ValueError(f"frame must be the number of tokens per frame, or 0 for no frames, got {frame!r}.")
+    if frame and q.shape[1] % frame:
+        raise ValueError(f"{q.shape[1]} tokens are no whole number of frames of {frame} tokens.")
     a, b = _low_rank(q, a, b)
-    return DeltaCall(q, k, v, _decays(q, log_f), a, b, _state(q, v, None if state is None else state.matrix))
+    return DeltaCall(q, k, v, _decays(q, log_f), a, b, _state(q, v, None if state is None else state.matrix), frame)
 
 
 def _low_rank(q: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,8 @@ WIDEST = 128
 def why_not(x: DeltaCall) -> str | None:
     """Return the reason why there is no Triton form of a call on an NVIDIA GPU, or None."""
     form, (d, dv) = "the Triton form of delta", (x.q.shape[3], x.v.shape[4])
+    if x.frame:
+        return f"{form} has no frames"
     if x.q.dtype not in (torch.bfloat16, torch.float16):
         return f"{form} is for bfloat16 and float16, not {x.q.dtype}"
     if x.a.shape[3] > 2 or x.k.shape[3] > 1:

@@ -14,6 +14,11 @@ class DeltaState(NamedTuple):
     matrix: Tensor
     transition: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(x.nbytes for x in self if x is not None)
+
 
 def merge_delta(first: DeltaState, second: DeltaState) -> DeltaState:
     """Return the state after two segments, each started from zero: P_2 S_1 + S_2, P_2 P_1. Raises ValueError if a
