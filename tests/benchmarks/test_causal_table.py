@@ -7,7 +7,8 @@ from benchmarks import causal, rows
 
 
 def small(case):
-    options = {key: {"frame": 8, "scale": 0.1}.get(key, value) for key, value in case.options.items()}
+    changed = {"frame": 8, "scale": 0.1, "grid": (3, 2, 4), "blocks": (1, 2, 2)}
+    options = {key: changed.get(key, value) for key, value in case.options.items()}
     n = 1 if case.group == "decode" else 24
     impl = "torch" if case.impl == "triton" else case.impl
     return case._replace(sizes=(2, 3, n, 8), impl=impl, options=options)

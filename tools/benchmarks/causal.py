@@ -36,6 +36,7 @@ TITLES = {"linear_attention": "la", "softmax_attention": "softmax"}
 SHAPES: dict[str, Sizes] = {"tokens4k": (8, 16, 4096, 64), "tokens32k": (2, 12, 32768, 128)}
 VIDEO: Sizes = (1, 12, 28080, 128)
 FRAME = 1560  # tokens of a frame of VIDEO
+BLOCKS: dict[str, Any] = {"grid": (18, 30, 52), "blocks": (1, 3, 4)}  # of mhla in VIDEO
 DECODED: list[Sizes] = [(64, 16, 1, 128), (256, 16, 1, 64)]
 RATIO = {"feature_map": "relu", "normalize": True}
 GROUPS = ("plain", "decay", "ratio", "float16", "frame", "decode", "delta")
@@ -124,7 +125,8 @@ def _cases(group: str, impl: str, shapes: list[Sizes]) -> list[Case]:
         frames = {"causal": "frame", "frame": FRAME}
         calls: list[tuple[str, dict[str, Any]]]
         calls = [("linear_attention", {"causal": False}), ("linear_attention", {"causal": True})]
-        calls += [(op, frames) for op in OPS] + [("linear_attention", frames | RATIO)]
+        calls += [(op, frames) for op in OPS] + [(op, frames | RATIO) for op in ("linear_attention", "hla2")]
+        calls += [("mhla", {"causal": "frame", **BLOCKS})]
         return [Case(group, op, impl, VIDEO, options) for op, options in calls]
     dtype = torch.float16 if group == "float16" else torch.bfloat16
     out = []
@@ -162,6 +164,9 @@ def inputs(case: Case, seed: int, device: str = "cuda") -> Inputs:
     }
     if case.group == "decay":
         x["gamma"] = torch.linspace(0.99, 0.9999, h, device=device)
+    if case.op == "mhla":
+        m = math.prod(case.options["blocks"])
+        x["mixing"] = torch.rand(m, m, generator=g, device=device)
     if case.group == "delta":
         x["k"] = F.normalize(x["k"].float(), dim=-1).to(case.dtype)
         width = (d,) if case.op in ("gla", "hdla") else ()
@@ -182,8 +187,8 @@ def compute(case: Case, x: Inputs, impl: str) -> Tensor:
         found = hla_kernels.delta(q, **getattr(rules, case.op)(k, v, *(x[name] for name in more)), impl=impl)
         assert isinstance(found, Tensor)
         return found
-    decay = {"decay": x["gamma"]} if "gamma" in x else {}
-    return getattr(hla_kernels, case.op)(q, k, v, **case.options, **decay, impl=impl)
+    tensors = {name: x[of] for name, of in (("decay", "gamma"), ("mixing", "mixing")) if of in x}
+    return getattr(hla_kernels, case.op)(q, k, v, **case.options, **tensors, impl=impl)
 
 
 def make(case: Case, seed: int, device: str = "cuda") -> dict[str, Callable[[], Any]]:
@@ -228,13 +233,13 @@ def errors(case: Case, device: str = "cuda") -> dict[str, float]:
             part = partial(of_head, i=i, j=j)
             truth = one_pass(case, {name: part(t).double() for name, t in x.items()}, "torch", which)
             pairs = [(part(a), b) for a, b in zip(found, truth, strict=True)]
-            worst[which] = max(worst[which], *(relative(a, b) for a, b in pairs if a.shape == b.shape and b.dim() > 1))
+            worst[which] = max(worst[which], *(relative(a, b) for a, b in pairs if a.shape == b.shape and b.dim() > 2))
     return worst
 
 
 def of_head(x: Tensor, i: int, j: int) -> Tensor:
-    """Return head j of sample i of tokens [B, N, H, ..], or of a decay [H]."""
-    return x[j : j + 1] if x.dim() == 1 else x[i : i + 1, :, j : j + 1]
+    """Return head j of sample i of tokens [B, N, H, ..], or of a decay [H]; a mixing matrix [M, M] is of all heads."""
+    return x if x.dim() == 2 else x[j : j + 1] if x.dim() == 1 else x[i : i + 1, :, j : j + 1]
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

@@ -2,9 +2,9 @@
 
     o_t = q_t' Sum_b m_ib P_b, P_b = Sum_f Sum_{j in block b of frame f} k_j v_j'    f up to the frame of t, i its block
 
-The state holds P_b of all blocks of a frame, M F Dv numbers per head whatever the number of frames. Without a state this
-is two-sided block mixing of the blocks of all frames, whose mixing matrix is zero for later frames (`every_frame`): the
-Triton form of `fused`.
+The state holds P_b of all blocks of a frame, M F Dv numbers per head whatever the number of frames. Without a state
+this is two-sided mixing of the blocks of all frames, with zeros in the mixing matrix for later frames: the form that
+runs in Triton (`every_frame`, `mixing_of_frames`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def work_dtype(x: Tensor, op: str, normalize: bool, save: bool) -> torch.dtype:
-    """Return the dtype of stages between the tokens and the output: that of the tokens, or float32 with products in
+    """Return the dtype of stages between the tokens and the output: the tokens' dtype, or float32 with products in
     TF32, which has the precision of float16. Inner stages of float16 tokens leave its range; gradients of ratios of
     higher orders (save: with a backward) are small differences of large terms."""
     exact = x.dtype == torch.float16 or (normalize and save and op != "linear_attention")
