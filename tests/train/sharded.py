@@ -6,6 +6,8 @@ On CPUs accelerate knows only DDP: what its configuration for FSDP2 would set is
 
 import copy
 import json
+import os
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,12 +35,14 @@ INIT = Accelerator.__init__
 
 @dataclass
 class Job:
-    """A run of `tree`; it may be broken off before a step, or have losses that are no numbers in one process."""
+    """A run of `tree`; it may be broken off before a step, by an exception or by killing the processes, or have losses
+    that are no numbers in one process."""
 
     kind: str
     tree: dict[str, Any]
     by: str = "fsdp2"  # or ddp, zero1, zero2
     stop: int | None = None
+    killed: bool = False
     poison: list[int] = field(default_factory=list)  # steps
     rehearsed: bool = False
     double: bool = False  # the model and its inputs in float64
@@ -82,6 +86,8 @@ def carry_out(job: Job) -> None:
 
         def _train_step(self, batches):
             if self.step == job.stop:
+                if job.killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise KeyboardInterrupt
             super()._train_step(batches)
 

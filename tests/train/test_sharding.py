@@ -73,13 +73,18 @@ def runs(tmp_path_factory):
     add("diffusion", "source", [DIFFUSION, {"model": {**HOST, "mixer": "", "mixer_options": {}}}], by="ddp")
     jobs[-1]["tree"] |= {"distill": {}, "schedule": {"steps": 2}, "sample": {}}
     start = [DIFFUSION, {"model": {"checkpoint": str(folder / "source")}}]
+    for name, by in (("ddp_cut", "ddp"), ("cut", "fsdp2")):  # SIGKILL ends all processes of a launch
+        add("diffusion", name, start, by=by, stop=5, killed=True, poison=[2])
+        assert "Signal 9 (SIGKILL)" in launch(folder, jobs).stderr
+        assert list_checkpoints(folder / name / "checkpoints") and not (folder / name / DIFFUSERS[0]).exists()
+        jobs.clear()
     lora = [*start, {"lora": {"rank": 2}, "run": {"precision": "bf16"}}]
     for name, by in (("ddp", "ddp"), ("fsdp", "fsdp2")):
         add("diffusion", name, start, by=by, poison=[2])
         add("diffusion", f"{name}_lora", lora, by=by)
         add("diffusion", f"{name}_double", [*start, DEFAULT], by=by, double=True)
-    add("diffusion", "cut", start, stop=5, poison=[2])
-    add("diffusion", "cut", [*start, {"run": {"resume": True}}])
+    for name, by in (("ddp_cut", "ddp"), ("cut", "fsdp2")):
+        add("diffusion", name, [*start, {"run": {"resume": True}}], by=by)
     add("diffusion", "rehearsal", start, rehearsed=True)
     for name in ("zero1", "zero2") if DEEPSPEED else ():
         add("diffusion", name, start, by=name, poison=[2])
@@ -88,16 +93,20 @@ def runs(tmp_path_factory):
     add("image", "image", [], by="ddp")
     for name, by in (("image_ddp", "ddp"), ("image_fsdp", "fsdp2")):
         add("image", name, [IMAGE, {"model": {"checkpoint": str(folder / "image")}}], by=by)
+    done = launch(folder, jobs)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def launch(folder, jobs):
+    """Carry out the jobs in two processes."""
     (folder / "jobs.yaml").write_text(yaml.safe_dump(jobs))
     places = [ROOT, ROOT / "kernels"]
     cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     fixed = {"PYTHONPATH": os.pathsep.join([*map(str, places), *sys.path]), **cpu}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = subprocess.run(
-        [*command, str(HERE / "sharded.py"), str(folder)], env={**os.environ, **fixed}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
+    command += [str(HERE / "sharded.py"), str(folder)]
+    return subprocess.run(command, env={**os.environ, **fixed}, capture_output=True, text=True)
 
 
 def difference(runs, file, a, b):
@@ -153,9 +162,10 @@ def test_a_step_that_is_bad_in_one_process_is_skipped_in_all_and_clipping_is_cou
     assert last["skipped"] == 1 and last["clipped_part"] == pytest.approx(5 / 6)
 
 
-def test_resuming_is_bit_identical(runs):
-    assert all(difference(runs, file, "fsdp", "cut") == 0 for file in DIFFUSERS)
-    assert rows(runs / "fsdp") == rows(runs / "cut")
+@pytest.mark.parametrize(("whole", "cut"), [("fsdp", "cut"), ("ddp", "ddp_cut")])
+def test_resuming_after_a_kill_is_bit_identical(runs, whole, cut):
+    assert all(difference(runs, file, whole, cut) == 0 for file in DIFFUSERS)
+    assert rows(runs / whole) == rows(runs / cut)
 
 
 def test_grids_of_samples_are_those_of_whole_weights(runs):
