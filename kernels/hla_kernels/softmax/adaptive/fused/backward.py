@@ -96,7 +96,8 @@ def for_queries(
         dq = weighted(dq, k, ds)
     d = tl.arange(0, DP)
     dq -= tl.load(KBAR + hk * D + d, d < D, other=0.0)[:, None] * total[None, :]
-    put(head_of(DQ, dqs, b, h), row, dqs, inside, tl.trans((dq * scale).to(DQ.dtype.element_ty)), D, DP)
+    row = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, True, BQ)  # again, rather than kept in registers
+    put(head_of(DQ, dqs, b, h), row, dqs, row >= 0, tl.trans((dq * scale).to(DQ.dtype.element_ty)), D, DP)
 
 
 @triton.jit(do_not_specialize=FREE)

@@ -137,7 +137,7 @@ def _choose(c: Call, q: Tensor, half: Tensor | None, x: Tables, s: Saved, at: tu
         launch(
             summed_scores, (-(-u * parts // ROWS), c.b * c.h),
             query, square, x.parts, s.mean, half, x.logn, found, (step, at[2]), (u, t), *shared,
-            ERROR=c.select == "error", PARTS=parts, BQ=ROWS, BM=64, **c.wide, **c.plan.sums,
+            ERROR=c.select == "error", PARTS=parts, BQ=ROWS, BM=64, **c.wide, num_warps=4, num_stages=2,
         )  # fmt: skip
     room = max(16, 1 << (max(t, outer) - 1).bit_length())
     launch(

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
     @property
     def sums(self) -> dict[str, int]:
-        """Launch options of scores and D x D sums."""
+        """Launch options of D x D sums."""
         return {"num_warps": 4 if self.small else 8, "num_stages": 2}
 
     @property
@@ -51,14 +51,13 @@ class Plan(NamedTuple):
 
     @property
     def for_queries(self) -> dict[str, int]:
-        """Launch options of `for_queries`, as of `output`."""
-        return self.output if self.small else {"BM": 64, "BJ": 64, **self.sums}
+        """Launch options of `for_queries`, as of `output`; a third stage spills with more than 64 channels."""
+        return {**self.output, "num_stages": 3 if self.small else 2}
 
     @property
     def for_tiles(self) -> dict[str, int]:
         """Launch options of `for_tiles`; BM far tiles per program."""
-        wide = self.width == 64  # 32 channels spill, and more need the room
-        return {"BM": 64 if wide else 32, "num_warps": 4, "num_stages": 2 if wide else 3}
+        return {"BM": 64 if self.small else 32, "num_warps": 4, "num_stages": 2 if self.small else 3}
 
     @property
     def for_keys(self) -> dict[str, int]:
