@@ -84,6 +84,14 @@ def test_frames(monkeypatch, options, dtype, turned, more):
     assert all(e <= TOLERANCE[dtype] for e in errors), errors
 
 
+@pytest.mark.parametrize("order", ("la", "ahla", "hla2"))
+def test_ratio_of_any_scale(monkeypatch, order):
+    """1 over a denominator is more than 65504, the largest number of float16: the scale cancels."""
+    o = options_of((5, 6), (2, 1), 1, order=order, scale=2.0**-28, eps=0.0)
+    inputs = make(o, (1, 2, 16, 16), HALF, positive=True)
+    check(o, triton_form(monkeypatch, o, *inputs), *inputs, TOLERANCE[HALF])
+
+
 def test_several_parts_of_a_block(monkeypatch):
     """The same bits twice, from sums over parts of a block and parts of the columns of a moment."""
     monkeypatch.setattr(plan, "reduce_parts", lambda programs, widest, bn: (-(-widest // 32), 32))

@@ -35,6 +35,7 @@ from .tokens import (
     load_operator,
     times,
     total_grad,
+    unit_of,
 )
 
 
@@ -90,6 +91,9 @@ def reduce_moments(
         inverses += bh.to(tl.int64) * N
         totals += bh.to(tl.int64) * N
     hi = tl.minimum((part + 1) * chunk, b[0])
+    unit = 1.0
+    if RATIO:
+        unit = unit_of(inverses, part * chunk, hi, b, keep, dtype, BN)
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tv = load_rows(v, tokens, vn, live, DV, V1, V2, False)
@@ -98,7 +102,7 @@ def reduce_moments(
         if RATIO:
             total = tl.load(totals + tokens, mask=live, other=0.0)
             z = add_sum(z, times(f, total[:, None], F2), F2)
-            t = times(t, tl.load(inverses + tokens, mask=live, other=0.0)[:, None], F2)
+            t = times(t, tl.load(inverses + tokens, mask=live, other=0.0)[:, None] * unit, F2)
         elif NORM:
             z = add_sum(z, f, F2)
         if PAIR:
@@ -112,7 +116,7 @@ def reduce_moments(
                 acc = add_outer(acc, tl2, t, live, dtype, DIGITS - 1, V2, F2, PREC)
         acc = settled4(add_outer(acc, tv, t, live, dtype, DIGITS, V2, F2, PREC), V2, F2)
     s = scale_of(scales, scale, bh, H)
-    p = scale4(outer4_end(acc, V2), s)
+    p = scale4(outer4_end(acc, V2), s / unit)
     pid = (tl.program_id(0) // SPLIT).to(tl.int64)
     if NORM:
         total = axpy2(zeros2(F1, F2), s, end_sum(z, F1, F2, True), F2)
@@ -156,6 +160,9 @@ def query_grads(
     acc = outer4_begin(V1, V2, F1, F2, False, False)
     dz = begin_weighted(ftype, BN, F1, F2, NORM)
     hi = tl.minimum((part + 1) * chunk, b[0])
+    over = 1.0
+    if NORM:
+        over = unit_of(inverses, part * chunk, hi, b, keep, dtype, BN)
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tg = load_rows(g, tokens, gn, live, DV, V1, V2, False)
@@ -167,13 +174,14 @@ def query_grads(
             total = total_grad(t, tg, gt, inverse, a, eps, TURN == 0, F2, V2)
             dz = add_weighted(dz, f, total, F2, EXACT)
             gt = times(gt, inverse[:, None], F2)
-            t = times(t, inverse[:, None], F2)
+            t = times(t, inverse[:, None] * over, F2)
         gq = turn(gt, cos, sin, tokens, live, HT * SPLIT, True, TURN, D, F1, F2)
         if NORM:
             gq = add_vector(gq, total, mixed_vector + at * D, D, F1, F2)
         store_rows(dq, tokens, dqn, live, phi_grad(f, gq, FMAP, F2), D, F1, F2)
         acc = settled4(add_outer(acc, tg, t, live, dtype, DIGITS, V2, F2, PREC), V2, F2)
     pid = (tl.program_id(0) // SPLIT).to(tl.int64)
-    store4(matrix + pid * D * SPLIT * DV + first, outer4_end(acc, V2), DV, V1, V2, D, F1, F2, D * SPLIT, 1)
+    p = scale4(outer4_end(acc, V2), 1.0 / over)
+    store4(matrix + pid * D * SPLIT * DV + first, p, DV, V1, V2, D, F1, F2, D * SPLIT, 1)
     if NORM:
         store_vec(vector + pid * D, end_sum(dz, F1, F2, True), D, F1, F2)

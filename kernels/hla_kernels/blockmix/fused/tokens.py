@@ -11,6 +11,7 @@ from ...hla.fused.loops.sums import add_sum, begin_sum
 from ...hla.fused.loops.vectors import as_row, column, times_vector
 from ...hla.fused.maps import power_of_two
 from ...hla.fused.tiles import axpy2, cast4, load4, load_vec, rowdot, rowmul, scale4, zero_rows
+from .geometry import tile
 
 NO_SPECIALIZE = [
     "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "GEO", "N", "H", "BH", "M", "G", "GV", "HT", "chunk", "scale",
@@ -100,6 +101,20 @@ def add_weighted(s, x, w, D2: tl.constexpr, EXACT: tl.constexpr):
             x2 = x2 * w[:, None]
         out = add_sum(s, (x[0].to(tl.float32) * w[:, None], x2), D2)
     return out
+
+
+@triton.jit
+def unit_of(inverses, lo, hi, b, keep, dtype: tl.constexpr, BN: tl.constexpr):
+    """Return the unit of features over denominators in float16, which ends at 65504: the power of two at or just below
+    the smallest denominator of positions lo .. hi of a block, from 1 / den at `inverses`. 1.0 for other dtypes."""
+    unit = 1.0
+    if dtype == tl.float16:
+        most = tl.full([BN], 1e-30, tl.float32)
+        for start in range(lo, hi, BN):
+            tokens, live = tile(start, hi, b, keep, BN)
+            most = tl.maximum(most, tl.abs(tl.load(inverses + tokens, mask=live, other=0.0)))
+        unit = power_of_two(1.0 / tl.max(most))
+    return unit
 
 
 @triton.jit
