@@ -39,7 +39,7 @@ LIKELY = 4.0
 TIMES, CANCELLED, UNIT = 30.0, 2e-6, 2.0**-27
 DECAYED = 2.0**-24 * 64 * 0.5  # of decays over a chunk of 64 tokens: the roundoff of a sum of logarithms up to 0.5
 FAST = 3.0  # Triton forms round operands too: so many times the rounding, of gradients above all
-FEW = 2  # tokens of which the parts of a gradient cancel exactly: the rounding is relative to a part
+FEW = 2  # real tokens of a sequence of which the parts of a gradient cancel exactly: the rounding is relative to a part
 BATCH, BATCHES = 50, 200  # calls of a case, cases
 STEPS, REDUCING = 200, 30.0  # calls that a reduction may try, and seconds
 
@@ -146,6 +146,7 @@ def sample(
     call: Call, x: Inputs, options: dict[str, Any], tokens: tuple[Tensor, ...], more: list[Tensor], keep: Tensor, i: int
 ) -> Tensor:
     """One row of the batch, [H, N, Dv]."""
+    options = of_few(options, int(keep.sum()))
     if call.op in ("mhla", "multipole", "adaptive_multipole"):  # tokens have places
         q, k, v = (t.where(keep[:, None], 0) for t in tokens)
         if call.op != "mhla":
@@ -170,6 +171,7 @@ def whole(
     call: Call, options: dict[str, Any], tokens: list[Tensor], more: list[Tensor], span: Tensor, i: int
 ) -> Tensor:
     """One sequence, [H, N, Dv]."""
+    options = of_few(options, len(span))
     if call.op == "taylor2":
         narrow = [t[i].transpose(0, 1).repeat_interleave(call.h // t.shape[2], 0)[:, span] for t in more[1:3]]
         return dense.taylor2(*tokens, more[0], narrow or None, options)
@@ -192,6 +194,17 @@ def whole(
     return torch.cat(ends, 1)
 
 
+def of_few(options: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Means and denominators are held in sequences of few tokens alone."""
+    return options | {"held": bool(options.get("held")) and tokens <= FEW}
+
+
+def fewest(call: Call, x: Inputs) -> int:
+    """The real tokens of the shortest sequence that has any."""
+    lengths = call.extra.get("lengths") or ([call.n] if x.mask is None else x.mask.sum(1).tolist())
+    return min((length for length in lengths if length), default=0)
+
+
 def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[float]:
     """How far a result may be from the truth: the rounding of the result, and of the terms that it sums, which may
     cancel."""
@@ -201,7 +214,7 @@ def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[floa
     least = info.smallest_normal * info.eps  # numbers of float16 end soon
     terms = of_products(call, x) if call.op in LINEAR or call.op == "mhla" else of_softmax(call, x, exact)
     cancelled = float(x.v.double().square().mean().sqrt() * x.grad.double().norm()) if sdpa and x.v.numel() else 0.0
-    parts = truth(call, x, torch.float64, held=True) if fast and call.n <= FEW else exact
+    parts = truth(call, x, torch.float64, held=True) if fast and fewest(call, x) <= FEW else exact
     return [
         own * max(float(t.norm()), float(part.norm()), cancelled) + lost + least * t.numel() ** 0.5 + 1e-30
         for t, part, lost in zip(exact, parts, terms, strict=True)

@@ -91,15 +91,17 @@ def test_rounding_of_terms_that_cancel(monkeypatch):
     assert operators.check(CANCELLING, "cpu").startswith("o is off")
 
 
+@pytest.mark.parametrize("padding", (0, 3))
 @pytest.mark.parametrize("n", (1, 2))
-def test_rounding_of_gradients_of_few_tokens(n, monkeypatch):
+def test_rounding_of_gradients_of_few_tokens(n, padding, monkeypatch):
     """A ratio of alike keys is the mean value: gradients of its numerator and denominator cancel, but not what a matrix
     in bfloat16 leaves of them."""
     options = {"feature_map": "relu", "normalize": True}
-    call = Call("linear_attention", "bfloat16", 1, n, 1, 1, 16, 16, 0, options=options)
+    call = Call("linear_attention", "bfloat16", 1, n + padding, 1, 1, 16, 16, 0, options=options)
     x = tensors(call, "cpu")
-    x.q, x.k = x.q.abs(), x.k[:, :1].abs().expand(-1, n, -1, -1)
-    q, k, v, grad = (t[0, :, 0].double().requires_grad_() for t in (x.q, x.k, x.v, x.grad))
+    x.q, x.k = x.q.abs(), x.k[:, :1].abs().expand(-1, n + padding, -1, -1)
+    x.mask = torch.arange(n + padding)[None] < n
+    q, k, v, grad = (t[0, :n, 0].double().requires_grad_() for t in (x.q, x.k, x.v, x.grad))
     moment = k.mT @ v / n
     moment = moment + (moment.bfloat16() - moment).detach()
     y = q @ moment / (q @ k.mT.mean(1, keepdim=True) + 1e-6)
