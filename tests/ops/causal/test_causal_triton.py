@@ -223,7 +223,7 @@ def test_no_spills_and_no_operand_in_registers(tmp_path, d, learned, stack):
 @pytest.mark.kernels
 @pytest.mark.parametrize("d", [64, 128])
 def test_no_spills_and_no_operand_in_registers_in_float16(tmp_path, d):
-    """Ratios with a map."""
+    """Ratios with a map, and plain calls."""
     pytest.importorskip("triton")
     check_compiled(0, 4, tmp_path, __file__, ("compiled_half", d))
 
@@ -258,8 +258,11 @@ def interpreted(op: str) -> None:
 
     interpret_quicker()
     torch.cuda.device_of = lambda x: nullcontext()
-    operator.in_tf32 = launch.in_tf32 = lambda dtype: False
     plan.SEGMENT = 2
+    for case in (CASES[0], CASES[2], CASES[8]):  # operands rounded to TF32, as for float16
+        found, _ = errors(op, *setting(case, torch.float32, "cpu"))
+        assert max(found[:4]) <= 3e-3, (case, found)
+    operator.in_tf32 = launch.in_tf32 = lambda dtype: False
     for case in CASES:
         given = setting(case, torch.float32, "cpu")
         with pytest.MonkeyPatch.context() as patch:
@@ -336,10 +339,11 @@ def compiled_half(d: str) -> None:
     from hla_kernels.hla.stages import operator
 
     recorded()
-    half, options = torch.empty(2, 4096, 3, int(d), dtype=torch.float16, device="meta"), ("hla3", "elu1", True, None, 0)
-    saved = operator.causal_stages.function(half, half, half, None, None, *options, 1e-6, True, False)
-    rest = (None, None, list(saved), False, *options)
-    operator.causal_stages_backward.function(half, half, half, half, None, *rest)
+    half = torch.empty(2, 4096, 3, int(d), dtype=torch.float16, device="meta")
+    for options in (("hla3", "elu1", True, None, 0), ("hla3", None, False, None, 0)):
+        saved = operator.causal_stages.function(half, half, half, None, None, *options, 1e-6, True, False)
+        rest = (None, None, list(saved), False, *options)
+        operator.causal_stages_backward.function(half, half, half, half, None, *rest)
     judge_recorded()
 
 

@@ -56,8 +56,8 @@ class Sums:
 
 class Pass:
     """Launches on the tokens of one call with H query heads; log2: log2 of the decay per query head, float32 [H], or
-    None; exact: do not round tokens times decays in states; frame: tokens per frame, 0 for causal tokens; sums: for the
-    gradient of the decay, or None."""
+    None; exact: round neither states nor tokens times decays in them; frame: tokens per frame, 0 for causal tokens;
+    sums: for the gradient of the decay, or None."""
 
     def __init__(self, heads: int, log2: Tensor | None, exact: bool, scale: float, frame: int) -> None:
         self.heads, self.log2, self.exact, self.scale, self.frame = heads, log2, exact, scale, frame
@@ -78,7 +78,7 @@ class Pass:
         """
         widest = max(t.x.shape[3] for term in terms for t in term)
         more = any(t.extra is not None for term in terms for t in term)
-        most = together(widest, self.log2 is not None, more)
+        most = together(widest, self.log2 is None and not more and not in_tf32(terms[0][2].x.dtype))
         out = None
         for i in range(0, len(terms), most):
             some, ends = terms[i : i + most], i + most >= len(terms)
@@ -126,7 +126,8 @@ class Pass:
         found = None
         if partner is not None:
             found = torch.empty((b, self.heads, p.segments, p.blocks, 3), dtype=torch.float32, device=z.device)
-        many = (in_tf32(z.dtype) and self.log2 is not None) or (partner is not None and (pairs or reverse))
+        tf32 = in_tf32(z.dtype)
+        many = (tf32 and self.exact) or (partner is not None and (pairs or reverse))
         launch(
             outputs, (b * self.heads * p.segments, p.blocks),
             *given, held, after, self.log2, None if before is None else before.x, out, out_extra, rest, partner, found,
@@ -134,7 +135,7 @@ class Pass:
             Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width, XP=tuple(map(padded, widths)),
             BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued), DIVIDED=eps is not None, REVERSE=reverse,
             FRAME=self.frame > 0, INTRA=pairs and partner is not None, INNER=inner, EXACT=self.exact,
-            TF32=in_tf32(z.dtype), **warps(max(width, *widths), many),
+            TF32=tf32, **warps(max(width, *widths), many, 1 if tf32 else 2),
         )  # fmt: skip
         if found is not None and self.sums is not None:
             self.sums.add(found, p.tokens, reverse)
@@ -158,7 +159,7 @@ class Pass:
             states, (bh * (segments if frame else segments - 1), -(-wz // block)),
             *given, self.log2, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=padded(wy), BZ=block, C=CHUNK, SIZE=size,
             SCORED=scored, VALUED=valued, REVERSE=reverse, FRAME=frame, EXACT=self.exact,
-            TF32=in_tf32(term[0].x.dtype), **warps(max(wy, wz), False),
+            TF32=in_tf32(term[0].x.dtype), **warps(max(wy, wz), False, 2),
         )  # fmt: skip
         launch(
             carry, (bh, triton.cdiv(size, 1024)),

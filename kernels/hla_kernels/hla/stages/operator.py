@@ -85,8 +85,7 @@ def _pass(
         log2 = q.new_zeros(h, dtype=torch.float32)
     ones = v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None
     q, k, v = _features(q, name, work), _features(k, name, work), _rows(v.to(work))
-    exact = gamma is not None or in_tf32(work)  # without, TF32 spills
-    launches = Pass(h, log2, exact, 1.0 if scale is None else scale, frame)
+    launches = Pass(h, log2, gamma is not None, 1.0 if scale is None else scale, frame)
     return launches, Tokens(q), Tokens(k), Tokens(v, ones)
 
 

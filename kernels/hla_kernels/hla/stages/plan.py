@@ -45,12 +45,12 @@ def plan(heads: int, n: int, width: int, frame: int) -> Plan:
     return Plan(each * CHUNK, -(-chunks // each), block, blocks)
 
 
-def together(widest: int, decay: bool, extra: bool) -> int:
-    """Return how many terms fit into the registers of one launch; extra: with an extra channel."""
-    return 1 if decay or extra or widest > 64 else 2
+def together(widest: int, plain: bool) -> int:
+    """Return how many terms fit into the registers of one launch; plain: without decay, extra channels and TF32."""
+    return 2 if plain and widest <= 64 else 1
 
 
-def warps(widest: int, many: bool) -> dict[str, int]:
+def warps(widest: int, many: bool, stages: int) -> dict[str, int]:
     """Return the launch options for tiles of `widest` channels; many: 4 warps would have too few registers. 8 warps
-    compute products of 64 rows twice, at half the speed."""
-    return {"num_warps": 8 if widest > 64 or many else 4, "num_stages": 2}
+    compute products of 64 rows twice, at half the speed. stages: of the pipeline of 4 warps."""
+    return {"num_warps": 8, "num_stages": 2} if widest > 64 or many else {"num_warps": 4, "num_stages": stages}
