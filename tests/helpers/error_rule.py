@@ -7,11 +7,13 @@ of whose product it is the sum.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hla_kernels.features import feature
+from hla_kernels.features.mapped import MAPS
 from hla_kernels.hla.layout import to_heads
 from hla_kernels.hla.moments import ORDERS, mixture_weights, moments, operator_matrix, product, read_out, token_sums
 from hla_kernels.options import Options
@@ -22,6 +24,17 @@ LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # of 
 BEFORE = 0.6
 COEFFICIENTS = 1e-3
 NAMES = ("o", "dq", "dk", "dv")
+
+
+def features_as_read(q: Tensor, k: Tensor, options: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, dict]:
+    """phi(q) and phi(k) in float64 as kernels of tokens of a dtype read them, and the options for them: relu and elu1
+    are evaluated before the kernels and rounded, as those of `power` are. With the gradients of phi."""
+    name = options.get("feature_map")
+    if name not in MAPS:
+        return q, k, options
+    found = [feature(x, name) for x in (q, k)]
+    fq, fk = (y + (y.to(dtype).to(y.dtype) - y).detach() for y in found)
+    return fq, fk, {**options, "feature_map": "identity"}
 
 
 def relative_error(x: Tensor, truth: Tensor) -> float:

@@ -3,6 +3,7 @@
 import torch
 
 import hla_kernels as hk
+from tests.helpers.error_rule import features_as_read
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ANCHORED = {"center": "k", "mean_path": True}
@@ -33,3 +34,11 @@ def results(op, x, grad, *more, **options):
     x = [t.detach().requires_grad_() for t in x]
     y = getattr(hk, op)(*x, *more, **options)
     return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
+
+
+def truth(op, x, grad, *more, **options):
+    """`results` of the torch form in float64, of features as the kernels read them."""
+    q, k, v = (t.detach().double().requires_grad_() for t in x)
+    fq, fk, options = features_as_read(q, k, options, x[0].dtype)
+    y = getattr(hk, op)(fq, fk, v, *more, impl="torch", **options)
+    return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad.double())]

@@ -56,9 +56,11 @@ def _parts(tokens: Sequence[Tensor]) -> list[Tensor]:
     return [x if x.stride(3) == 1 else x.contiguous() for x in parts]
 
 
-def _saved(q: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool, turned: bool) -> Tensor:
+def _saved(
+    q: Tensor, k: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool, turned: bool
+) -> Tensor:  # fmt: skip
     """Return an uninitialised `saved` of the size that the forward returns."""
-    length = fused.saved_floats(q, v, options, turned) if save and impl == "triton" else 0
+    length = fused.saved_floats(q, k, v, options, turned) if save and impl == "triton" else 0
     return q.new_empty((length,), dtype=torch.float32)
 
 
@@ -70,7 +72,7 @@ def _forward(
     if not _in_triton(impl, first):
         q, k, v = _parts(tokens)
         with torch.autocast(first.device.type, enabled=False):
-            return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, v, options, impl, False, False)
+            return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, k, v, options, impl, False, False)
 
     def work() -> tuple[Tensor, ...]:
         q, k, v = _parts(tokens)
@@ -123,8 +125,8 @@ def _outputs(
     tokens: Sequence[Tensor], mixing: Tensor, mask: Tensor | None, cos: Tensor | None, sin: Tensor | None, *flags: Any
 ) -> tuple[Tensor, Tensor]:
     *given, impl, save = flags
-    q, _, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
-    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, v, _options(*given), impl, save, cos is not None)
+    q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
+    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, k, v, _options(*given), impl, save, cos is not None)
 
 
 def _mixing_grad(tokens: Sequence[Tensor], mixing: Tensor, *_: Any) -> Tensor:

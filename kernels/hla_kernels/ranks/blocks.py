@@ -17,6 +17,7 @@ from ..blockmix.layout import Layout, block_table
 from ..blockmix.options import BlockOptions
 from ..blockmix.torch_form import block_moments, numerator, prepare_heads, product
 from ..checks import check_tensors
+from ..features import feature
 from ..hla.layout import to_tokens
 from ..op import choose
 from ..options import autocast_dtype, plain_precision
@@ -66,7 +67,8 @@ def _prepare(
 
 @torch._disable_dynamo
 def _in_triton(call: BlockCall, rotary: Any, options: BlockOptions, counts: Tensor, group: Any) -> Tensor:
-    tokens = (x if x.stride(3) == 1 else x.contiguous() for x in call[:3])
+    features = (feature(x, options.feature_map) for x in call[:2])
+    tokens = (x if x.stride(3) == 1 else x.contiguous() for x in (*features, call.v))
     return _Mix.apply(*tokens, call.mixing, *(rotary or (None, None)), options, counts, group)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..dispatch.autograd import are_fixed, needs_backward
+from ..dispatch.autograd import are_fixed
 from ..features import feature
 from ..hla.fused import Spec, paths
 from ..hla.fused.spec import widths
@@ -32,11 +32,10 @@ def _spec(call: Call) -> Spec:
 @torch._disable_dynamo
 def evaluate(call: Call, group: Any) -> Tensor:
     """Return o [B, N, H, Dv] of this rank's tokens."""
-    softmax = TwoSided.of(call, 3, "triton").softmax
-    q, k = (x if softmax is None else feature(x, softmax) for x in call[1:3])
+    q, k = (feature(x, call.options.feature_map) for x in call[1:3])
     c = None if call.coefficients is None else call.coefficients.contiguous()
     tokens = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, call.v)]
-    return _Evaluate.apply(*tokens, c, _spec(call), needs_backward(*tokens, c), group)
+    return _Evaluate.apply(*tokens, c, _spec(call), group)
 
 
 class _Evaluate(torch.autograd.Function):
@@ -44,17 +43,15 @@ class _Evaluate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: Spec, save: bool, group: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: Spec, group: Any
     ) -> Tensor:
         from ..hla.fused import shared
 
         with torch.cuda.device_of(q):
-            sums, *features = stage("sums", (q, k, v, spec, save), lambda: shared.own_sums(q, k, v, spec, save))
+            (sums,) = stage("sums", (q, k, v, spec), lambda: (shared.own_sums(q, k, v, spec),))
             sums[-1:].fill_(q.shape[1])
             dist.all_reduce(sums, group=group)
             counts = shared.table(sums[-1:], spec, q.shape[0] * q.shape[2])
-            if features:
-                q, k, spec = *features, spec.of_features()
             call = shared.Shared(spec, q, k, v, coefficients, counts, dist.get_world_size(group))
             o, buffer = stage("outputs", call, call.outputs, sums)
         ctx.save_for_backward(q, k, v, coefficients, counts, buffer)
@@ -74,5 +71,5 @@ class _Evaluate(torch.autograd.Function):
             dist.all_reduce(grads, group=group)
             dk, dv, dc = stage("tokens", call, call.token_grads, g, buffer, grads, dq, ratio)
         # every rank has the gradient of all tokens; its share makes the sum over the ranks right
-        return dq, dk, dv, dc / devices if ctx.needs_input_grad[3] else None, None, None, None
+        return dq, dk, dv, dc / devices if ctx.needs_input_grad[3] else None, None, None
 

@@ -3,6 +3,8 @@ in its own process."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -11,8 +13,8 @@ from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.frames import every_frame, mixing_of_frames
 from hla_kernels.blockmix.fused import launch, plan
 from hla_kernels.blockmix.reference import reference
-from tests.helpers.error_rule import relative_error
-from tests.ops.blockmix.fused_cases import angles_of, make, options_of, torch_form, triton_form
+from tests.helpers.error_rule import BEFORE, relative_error
+from tests.ops.blockmix.fused_cases import angles_of, make, options_of, torch_form, triton_form, truth
 from tests.ops.fused.cases import poison
 
 HALF, FULL = torch.float16, torch.float32
@@ -42,8 +44,9 @@ TOLERANCE = {FULL: 1e-6, HALF: 8e-4}
 
 
 def check(o, got, tensors, grad, mask, tolerance, rotary=None):
-    truth = torch_form(o, tensors, grad, mask, torch.float64, rotary)
-    errors = [relative_error(x, y) for x, y in zip(got, truth, strict=True)]
+    errors = [relative_error(x, y) for x, y in zip(got, truth(o, tensors, grad, mask, rotary), strict=True)]
+    if o.feature_map == "softmax":  # whose gradients are rounded before and after its Jacobian
+        tolerance *= math.hypot(1.0, BEFORE)
     assert all(e <= tolerance for e in errors), errors
 
 

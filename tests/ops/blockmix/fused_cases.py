@@ -9,6 +9,7 @@ from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.layout import Layout
 from hla_kernels.blockmix.options import BlockOptions
 from hla_kernels.blockmix.torch_form import evaluate, gradient
+from hla_kernels.features import feature, feature_grad
 from tests.ops.fused.cases import poison
 
 NAMES = ("o", "dq", "dk", "dv", "dmixing")
@@ -60,6 +61,19 @@ def torch_form(o: BlockOptions, tensors, grad, mask, dtype, rotary=None) -> list
     x = [t.to(dtype) for t in tensors[:3]]
     x.append(tensors[3].to(torch.float64 if dtype == torch.float64 else torch.float32))
     return [evaluate(*x, o, mask, rotary), *gradient(grad.to(dtype), *x, o, mask, rotary)]
+
+
+def truth(o: BlockOptions, tensors, grad, mask, rotary=None) -> list[Tensor]:
+    """The same of the torch form in float64, of features rounded to the dtype of the tokens, as the kernels read
+    them."""
+    tokens, dtype, name = [x.double() for x in tensors[:2]], tensors[0].dtype, o.feature_map
+    read = [feature(x, name).to(dtype) for x in tokens]
+    plain = o._replace(feature_map=None if name is None else "identity")
+    y, *grads, dv, dm = torch_form(plain, (*read, *tensors[2:]), grad, mask, torch.float64, rotary)
+    grads = [feature_grad(x, feature(x, name), g, name) for x, g in zip(tokens, grads, strict=True)]
+    if mask is not None:
+        grads = [g.masked_fill(~mask[:, :, None, None], 0) for g in grads]
+    return [y, *grads, dv, dm]
 
 
 def triton_form(monkeypatch, o: BlockOptions, tensors, grad, mask, rotary=None) -> list[Tensor]:

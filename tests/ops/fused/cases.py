@@ -16,7 +16,7 @@ from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.plan import paths, special
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
-from tests.helpers.error_rule import check_coefficients, check_tokens, sizes_of_coefficients
+from tests.helpers.error_rule import check_coefficients, check_tokens, features_as_read, sizes_of_coefficients
 
 HALF, FULL = torch.float16, torch.float32
 FIXED, SCALE, ANCHORED = {"fixed": True}, {"scale": 0.2}, {"center": "k", "mean_path": True}
@@ -37,7 +37,6 @@ OF_MIXTURES = [
     *(("polynomial", RATIO, "mixture", n, d, d, (1, 1), HALF, "packed") for n, d in ((37, 32), (40, 72))),
     ("polynomial", {**FIXED, **RATIO}, "mixture", 37, 72, 72, (1, 1), HALF, "packed"),
     ("polynomial", {**FIXED, **RELU_RATIO}, "mixture", 37, 32, 32, (2, 2), HALF, "strided"),
-    ("polynomial", RATIO, "planes", 70, 32, 32, (2, 2), HALF, "packed"),
 ]
 
 
@@ -45,7 +44,8 @@ def truth(spec: Spec, tokens: list[Tensor], grad: Tensor, coefficients: Tensor |
     """o, dq, dk, dv (and d coefficients) of the torch form in float64, by autograd."""
     q, k, v = (x.detach().double().requires_grad_() for x in tokens)
     c = None if coefficients is None else coefficients.detach().double().requires_grad_()
-    y = evaluate(spec.op, q, k, v, c, options_of(spec))
+    fq, fk, options = features_as_read(q, k, options_of(spec)._asdict(), tokens[0].dtype)
+    y = evaluate(spec.op, fq, fk, v, c, Options(**options))
     wanted = [q, k, v] if c is None or spec.fixed else [q, k, v, c]
     return [y.detach(), *torch.autograd.grad(y, wanted, grad.to(y.dtype))]
 
@@ -84,10 +84,10 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
     "pairs_two_step" with two heads a program, "halves_in_two_step" with two programs for the queries of a head,
-    "mixture" `heads.mixture`, "planes" as many digits of features as bfloat16 tokens get."""
+    "mixture" `heads.mixture`."""
     with monkeypatch.context() as patch:
         poison(patch)
-        split = path in ("split", "whole", "roles", "planes", "pairs", "pairs_two_step")
+        split = path in ("split", "whole", "roles", "pairs", "pairs_two_step")
         patch.setattr(paths, "pairs", lambda *a: int(path.startswith("pairs")))
         patch.setattr(special, "pairs_at_once", lambda n: path == "pairs")
         patch.setattr(paths, "saves", lambda *a: int(split))
@@ -95,9 +95,6 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         patch.setattr(paths, "halved", lambda *a: path.startswith("halves"))
         patch.setattr(paths, "in_two", lambda *a: path == "halves_in_two_step")
-        if path in ("planes", "mixture"):
-            digits = Spec.digits
-            patch.setattr(Spec, "digits", lambda self, _, backward: digits(self, torch.bfloat16, backward))
         if path == "mixture":
             patch.setattr(paths, "mixed", lambda *a: True)
         if path == "roles":
@@ -134,10 +131,11 @@ def make(spec: Spec, n: int, d: int, dv: int, heads: tuple[int, int], dtype: tor
     return tokens, grad, c if spec.op == "polynomial" else None
 
 
-def of_polynomial(x, c, grad, **options):
-    """o, dq, dk, dv and, unless they are fixed, the gradient of the coefficients."""
+def of_polynomial(x, c, grad, dtype=None, **options):
+    """o, dq, dk, dv and, unless they are fixed, d coefficients; dtype: of features as they are read."""
     x = [t.detach().requires_grad_() for t in (x if hla_kernels.explain("polynomial", *x, c).fixed else [*x, c])]
-    y = hla_kernels.polynomial(*(x if len(x) == 4 else [*x, c]), **options)
+    q, k, options = (*x[:2], options) if dtype is None else features_as_read(*x[:2], options, dtype)
+    y = hla_kernels.polynomial(q, k, x[2], x[3] if len(x) == 4 else c, **options)
     return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
 
 

@@ -29,7 +29,7 @@ SCALE = {"scale": 0.2}
 RATIO, RELU_EPS = {"feature_map": "elu1", "normalize": True}, {"feature_map": "relu", "normalize": True, "eps": 0.5}
 POSITIVE_RATIO = {"normalize": True}  # of tokens that are not negative
 ELU = {"feature_map": "elu1"}
-ELU_ANCHORED, ELU_MEAN, ELU_QK = {**ELU, **ANCHORED}, {**ELU, "mean_path": True}, {**ELU, "center": "qk"}
+ELU_ANCHORED, ELU_MEAN = {**ELU, **ANCHORED}, {**ELU, "mean_path": True}
 CASES = [
     ("linear_attention", PLAIN, "heads", 37, 16, 16, (2, 2), FULL, "packed"),
     ("linear_attention", ANCHORED, "split", 37, 40, 40, (2, 2), HALF, "packed"),
@@ -76,7 +76,7 @@ CASES = [
     ("ahla", PLAIN, "split", 37, 128, 16, (1, 1), HALF, "ones"),
     ("polynomial", RELU_QK, "split", 37, 40, 40, (1, 1), FULL, "strided"),
     ("polynomial", {"feature_map": "identity", **POSITIVE_RATIO}, "split", 70, 64, 64, (2, 2), HALF, "positive"),
-    # values wider than keys, whose second parts differ too: a column of ones beside the features sums values
+    # values wider than keys, whose second parts differ too
     ("ahla", RATIO, "split", 37, 72, 96, (2, 2), HALF, "contiguous"),
     ("hla2", {**ELU_MEAN, "ridge": 0.1}, "split", 37, 40, 96, (2, 2), HALF, "contiguous"),
     ("hla3", {"feature_map": "relu", "mean_path": True}, "split", 2, 40, 96, (1, 1), HALF, "contiguous"),
@@ -111,16 +111,10 @@ CASES = [
     ("linear_attention", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
     ("linear_attention", PLAIN, "pairs", 37, 72, 72, (4, 4), HALF, "contiguous"),
     ("linear_attention", PLAIN, "pairs_two_step", 37, 72, 72, (2, 2), HALF, "packed"),
-    # features shifted where something is centred
-    ("linear_attention", ELU_MEAN, "split", 37, 40, 40, (2, 2), FULL, "packed"),
-    ("hla2", ELU_MEAN, "split", 37, 72, 72, (2, 2), HALF, "packed"),
+    # features of elu1 that nothing divides
     ("hla2", ELU_ANCHORED, "split", 70, 40, 40, (2, 1), FULL, "contiguous"),
-    ("ahla", ELU_ANCHORED, "split", 70, 64, 64, (2, 2), HALF, "packed"),
-    ("ahla", ELU_QK, "split", 37, 40, 40, (2, 2), FULL, "strided"),
-    ("hla3", ELU_QK, "split", 37, 72, 72, (1, 1), HALF, "packed"),
-    ("hla3", ELU_MEAN, "split", 37, 40, 40, (1, 1), FULL, "packed"),
+    ("hla3", ELU_MEAN, "split", 37, 72, 72, (1, 1), FULL, "packed"),
     ("polynomial", PLAIN, "split", 37, 40, 40, (1, 1), HALF, "packed"),
-    ("polynomial", ELU_ANCHORED, "split", 60, 40, 40, (1, 1), HALF, "packed"),
 ]
 
 
@@ -128,7 +122,10 @@ CASES = [
 def test_matches_float64(monkeypatch, case):
     op, options, path, n, d, dv, heads, dtype, layout = case
     spec = Spec(op, **options)
-    inputs = make(spec, n, d, dv, heads, dtype, layout)
+    tokens, grad, c = make(spec, n, d, dv, heads, dtype, layout)
+    if path.startswith("halves") and spec.normalize:  # made for bfloat16, whose numbers are as small as they come
+        grad = 64 * grad
+    inputs = (tokens, grad, c)
     got = run(monkeypatch, spec, *inputs, path, save=layout != "contiguous", packed=layout == "packed")
     check(spec, *inputs, got)
 
@@ -138,8 +135,7 @@ MEANS = (
     *((op, RATIO, path, 2) for op in ("hla2", "ahla", "hla3") for path in ("halves", "split")),
     ("ahla", RATIO, "halves_in_two_step", 2), ("polynomial", RATIO, "split", 2),
     ("polynomial", RATIO, "mixture", 2), ("polynomial", {**FIXED, **RATIO}, "mixture", 2),
-    *(("hla2", ANCHORED, "halves", i) for i in range(3)), *(("hla2", ELU_ANCHORED, "split", i) for i in range(3)),
-    ("ahla", ANCHORED, "split", 1), ("ahla", ELU_ANCHORED, "split", 1),
+    *(("hla2", ANCHORED, "halves", i) for i in range(3)), ("ahla", ANCHORED, "split", 1),
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from tests.helpers.fused_gpu import (
     WIDE,
     make,
     results,
+    truth,
 )
 from tests.ops.fused.cases import of_polynomial, twice
 
@@ -82,7 +83,7 @@ CASES = [
 
 def check(op, x, grad, where, *more, impl="triton", **options):
     """The rule of the error, and the same bits in a second run."""
-    exact = results(op, [t.double() for t in x], grad.double(), *more, impl="torch", **options)
+    exact = truth(op, x, grad, *more, **options)
     first, second = twice(results, op, x, grad, *more, impl=impl, **options)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), where
     assert [(a.shape, a.dtype) for a in first] == [(t.shape, x[0].dtype) for t in exact]
@@ -107,7 +108,7 @@ def test_many_long_heads(op, options):
     first, second = twice(results, op, x, grad, impl="triton", **options)
     assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(first, second, strict=True))
     some = [0, 63]
-    exact = results(op, [t[some].double() for t in x], grad[some].double(), impl="torch", **options)
+    exact = truth(op, [t[some] for t in x], grad[some], **options)
     check_tokens([a[some] for a in first], exact)
 
 
@@ -125,8 +126,7 @@ def test_one_token(op, sizes):
     x, grad = make(1, BF16, sizes)
     check(op, x, grad, "plain")
     check(op, x, grad, "elu", **ELU)
-    whole = results(op, [t.double() for t in x], grad.double(), impl="torch", **ELU)
-    exact = results(op, [t.double() for t in x], grad.double(), impl="torch", **RATIO)
+    whole, exact = (truth(op, x, grad, **options) for options in (ELU, RATIO))
     first, second = twice(results, op, x, grad, impl="triton", **RATIO)
     for name, a, b, t, w in zip(NAMES, first, second, exact, whole, strict=True):
         assert torch.equal(a, b), name
@@ -156,7 +156,8 @@ def check_polynomial(options, dtype, sizes, numbers, fixed):
         c = torch.randn(sizes[1], 4, generator=torch.Generator("cuda").manual_seed(n + draw), device="cuda")
         c = (c.abs() if options.get("normalize") else c).requires_grad_(not fixed)
         assert hk.explain("polynomial", *x, c, **options).fixed == fixed
-        exact = of_polynomial([t.double() for t in x], c.double(), grad.double(), impl="torch", **options)
+        double = [t.double() for t in x]
+        exact = of_polynomial(double, c.double(), grad.double(), dtype, impl="torch", **options)
         first, second = twice(of_polynomial, x, c, grad, impl="triton", **options)
         assert len(first) == 5 - fixed and all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), n
         check_tokens(first, exact, n)
@@ -215,7 +216,7 @@ def test_inference(op, dtype):
     forms = ({}, ANCHORED) if dtype == FP16 else ({}, RATIO, ANCHORED)  # a ratio in float16 has no Triton form
     for n, sizes, options in itertools.product((17, 333, 1025), (MANY_ODD, PAIRS), forms):
         x, _ = make(n, dtype, sizes)
-        exact = getattr(hk, op)(*[t.double() for t in x], impl="torch", **options)
+        exact = truth(op, x, x[2], **options)[0]
         first, second = twice(getattr(hk, op), *x, impl="triton", **options)
         assert torch.equal(first, second)
         check_tokens([first], [exact], (n, sizes, options))

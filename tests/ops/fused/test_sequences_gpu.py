@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hla_kernels as hk
-from tests.helpers.error_rule import check_tokens
+from tests.helpers.error_rule import check_tokens, features_as_read
 from tests.ops.fused.cases import twice
 
 pytestmark = [
@@ -50,13 +50,14 @@ def make(n, dtype, sizes, kind):
     return tokens, grad, {"cu_seqlens": cu, "max_seqlen": n}
 
 
-def results(op, x, grad, **options):
-    """o, dq, dk, dv."""
+def results(op, x, grad, dtype=None, **options):
+    """o, dq, dk, dv; dtype: of features as they are read."""
     x = [t.detach().requires_grad_() for t in x]
+    q, k, options = (*x[:2], options) if dtype is None else features_as_read(*x[:2], options, dtype)
     more = ()
     if op == "polynomial":
         more = (torch.rand(x[0].shape[2], 4, generator=torch.Generator().manual_seed(0)).cuda().to(x[0].dtype),)
-    y = getattr(hk, op)(*x, *more, **options)
+    y = getattr(hk, op)(q, k, x[2], *more, **options)
     return [y.detach(), *torch.autograd.grad(y, x, grad.to(y.dtype))]
 
 
@@ -66,7 +67,7 @@ def test_error_and_bits(case, kind):
     op, options, dtype, sizes = case
     x, grad, ragged = make(197, dtype, sizes, kind)
     options = {**options, **ragged}
-    truth = results(op, [t.double() for t in x], grad.double(), impl="torch", **options)
+    truth = results(op, [t.double() for t in x], grad.double(), dtype, impl="torch", **options)
     if kind == "mask":
         for t in (*x, grad):
             t[~ragged["key_padding_mask"]] = float("nan")

@@ -51,9 +51,8 @@ WIDTHS = (
     ("polynomial", {}, FP32, 16, "no Triton form in float32"),
     *(("polynomial", {}, FP16, d, found) for d, found in ((64, None), (72, "polynomial of 72 features"))),
     *(("polynomial", options, BF16, 64, None) for options in (ELU, RATIO, {**ELU, **ANCHORED})),
-    *(("polynomial", options, BF16, 72, None) for options in (RATIO, ANCHORED, {"normalize": True})),
+    *(("polynomial", options, BF16, 72, None) for options in (ELU, RATIO, ANCHORED, {"normalize": True})),
     ("polynomial", {"feature_map": "identity", "normalize": True}, BF16, 32, None),
-    ("polynomial", ELU, BF16, 72, "polynomial of 72 features"),
     ("polynomial", RATIO, BF16, 80, "polynomial of 80 features"),
 )
 

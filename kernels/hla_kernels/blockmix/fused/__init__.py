@@ -5,11 +5,12 @@
 
 Reading order: spec (what it runs, buffers), geometry (tokens of a block), tokens (vocabulary), features (rotary tables,
 digits), reduce, mixing, apply, orders (`ahla`, `hla2`), pairs (few tokens, without moments), plan (the static table),
-launch. Tiles and feature maps are shared with `hla.fused`. The first call imports Triton.
+launch. Tiles are shared with `hla.fused`. The first call imports Triton. relu, elu1 and softmax are evaluated before
+the kernels (`features.mapped`).
 
 Rounded to the dtype of the tokens: local and mixed moments of first order (exceptions in `spec.moments_dtype`),
-operators, outputs, and the weights and the mixing matrix in the form by pairs. Not rounded otherwise: the mixing matrix
-and features. Rotary tables of bfloat16 tokens are read in
+features, operators, outputs, and the weights and the mixing matrix in the form by pairs. Not rounded otherwise: the
+mixing matrix and rotated features. Rotary tables of bfloat16 tokens are read in
 float16. Ratios are computed for v minus its mean. On an H200, errors of o, dq, dk and dv of
 bfloat16 tokens are at most 1.9 times the errors of the torch form, which come from rounding the output.
 """
@@ -19,19 +20,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...features import mapped
 from ..options import BlockOptions
 from .spec import Sizes, by_pairs, moments_dtype, why_not
 
 __all__ = ["backward", "forward", "saved_floats", "why_not"]
 
 
-def saved_floats(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> int | torch.SymInt:
+def saved_floats(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> int | torch.SymInt:
     """Return the length of the float32 buffer that `forward` fills for `backward`. The last argument: with rotary
     tables."""
+    features = mapped.kept_floats(o.feature_map, q, k)
     if by_pairs(q, v, o, turned):
-        return q.shape[0] * q.shape[2] * q.shape[1] * (v.shape[3] + 1) * o.normalize
+        return -(-q.shape[0] * q.shape[2] * q.shape[1] * (v.shape[3] + 1) // 4) * 4 * o.normalize + features
     dtype = moments_dtype(q.dtype, o, turned)
-    return q.shape[0] * q.shape[2] * Sizes.of(o, q.shape[1], q.shape[3], v.shape[3], dtype).saved
+    return q.shape[0] * q.shape[2] * Sizes.of(o, q.shape[1], q.shape[3], v.shape[3], dtype).saved + features
 
 
 def forward(
@@ -43,15 +46,14 @@ def forward(
     from . import pair_launch
     from .launch import Call, forward_call
 
-    call = Call(q, k, v, mixing, o, mask, rotary)
     new = torch.empty if mask is None else torch.zeros  # padded tokens are not written
     out = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     pairs = by_pairs(q, v, o, rotary is not None)
-    buffer = call.buffer(saved_floats(q, v, o, rotary is not None) if save or not pairs else 0)
-    if pairs:
-        pair_launch.forward_call(call, out, buffer)
-        return out, buffer
-    forward_call(call, out, buffer)
+    size = saved_floats(q, k, v, o, rotary is not None) if save or not pairs else 0
+    buffer = torch.empty(size, dtype=torch.float32, device=q.device)
+    rest, features = mapped.features(o.feature_map, q, k, buffer)
+    call = Call(*features, v, mixing, o, mask, rotary)
+    (pair_launch.forward_call if pairs else forward_call)(call, out, rest)
     return out, buffer if save else call.buffer(0)
 
 
@@ -65,10 +67,11 @@ def backward(
     from .launch import Call, backward_call
 
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
-    call = Call(q, k, v, mixing, o, mask, rotary)
-    pairs = by_pairs(q, v, o, rotary is not None)
-    if saved.numel() == 0 and (o.normalize or not pairs):
+    if saved.numel() == 0 and saved_floats(q, k, v, o, rotary is not None) > 0:
         saved = forward(q, k, v, mixing, o, mask, rotary, save=True)[1]
-    if pairs:
-        return pair_launch.backward_call(call, grad, outs, saved)
-    return backward_call(call, grad, outs, saved)
+    rest, features = mapped.split(o.feature_map, saved, q, k)
+    call = Call(*features, v, mixing, o, mask, rotary)
+    pairs = by_pairs(q, v, o, rotary is not None)
+    dm = (pair_launch.backward_call if pairs else backward_call)(call, grad, outs, rest)
+    mapped.gradients(o.feature_map, q, k, outs[:2])
+    return dm

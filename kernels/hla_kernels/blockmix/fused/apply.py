@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 
 from ...hla.fused.loops.vectors import as_row, columns, times_vector
-from ...hla.fused.maps import phi_grad
 from ...hla.fused.tiles import axpy2, load_rows, load_vec, store_rows, trans4, vecmat, zero_rows
-from .features import add_rows, angles_at, digits, features, gradient_digits, rounded, turn
+from .features import add_rows, angles_at, digits, turn
 from .geometry import at_head, box, keep_of, place, scale_of, tile
 from .tokens import (
     NO_SPECIALIZE,
@@ -22,9 +21,8 @@ from .tokens import (
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def read_out(
     q, o, inverses, keep, anchor, shift, cos, sin, mixed, mixed_vector, qs, os, GEO, N, H, BH, M, HT, chunk, eps,
-    NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute o = phi(q) P~ of the query's block, with rotated phi.
 
@@ -43,14 +41,14 @@ def read_out(
     w, unit = load_operator(mixed + at * D * DV, dtype, 1, D, F1, F2, DV, V1, V2)
     wt = trans4(w[0])
     if NORM:
-        z = columns(load_vec(mixed_vector + at * D, D, F1, F2), tl.float32 if rounded(FMAP, 0) else dtype, F2, EXACT)
+        z = columns(load_vec(mixed_vector + at * D, D, F1, F2), dtype, F2, EXACT)
         inverses += bh.to(tl.int64) * N
     hi = tl.minimum((part + 1) * chunk, b[0])
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
-        raw = load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False)
-        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
-        y = add_rows(zero_rows(BN, V1, V2), t, wt, dtype, digits(dtype, rounded(FMAP, TURN), False), F2, V2, PREC)
+        f = load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False)
+        t = turn(f, cos, sin, tokens, live, HT, False, TURN, D, F1, F2)
+        y = add_rows(zero_rows(BN, V1, V2), t, wt, dtype, digits(dtype, TURN > 0, False), F2, V2, PREC)
         factor = unit
         if NORM:
             inverse = 1.0 / tl.where(live, times_vector(f, z, F2) + eps, 1.0)
@@ -65,9 +63,9 @@ def read_out(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_rows(
     q, g, dq, inverses, totals, keep, anchor, shift, cos, sin, mixed, mixed_vector, qs, gs, dqs, GEO, N, H, BH, M, HT,
-    chunk, eps, NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr,
+    chunk, eps, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute d loss / d den [B * H, N] of the ratio, for the sums over queries, and dq unless it is None."""
     bh, block, part = place(BH, M)
@@ -79,7 +77,7 @@ def query_rows(
     sin = angles_at(sin, bh, H, HT, 0, D)
     dtype: tl.constexpr = q.dtype.element_ty
     ANCHOR: tl.constexpr = TURN == 0
-    DIGITS: tl.constexpr = gradient_digits(dtype, FMAP, EXACT)
+    DIGITS: tl.constexpr = digits(dtype, EXACT, EXACT)
     at = (block * BH + bh).to(tl.int64)
     w, unit = load_operator(mixed + at * D * DV, dtype, DIGITS, D, F1, F2, DV, V1, V2)
     a = anchor
@@ -91,8 +89,8 @@ def query_rows(
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tg = load_rows(g, tokens, gs[1] * ALIGN, live, DV, V1, V2, False)
-        raw = load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False)
-        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+        f = load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False)
+        t = turn(f, cos, sin, tokens, live, HT, False, TURN, D, F1, F2)
         gt = times(by_operator(tg, w, DIGITS, V2, F1, F2, PREC), unit, F2)
         inverse = tl.load(inverses + tokens, mask=live, other=0.0)
         total = total_grad(t, tg, gt, inverse, a, eps, ANCHOR, F2, V2)
@@ -101,15 +99,15 @@ def query_rows(
             gq = turn(times(gt, inverse[:, None], F2), cos, sin, tokens, live, HT, True, TURN, D, F1, F2)
             gq = add_vector(gq, total, mixed_vector + at * D, D, F1, F2)
             to = at_head(dq, dqs, bh, H, 1, ALIGN)
-            store_rows(to, tokens, dqs[1] * ALIGN, live, phi_grad(f, gq, FMAP, F2), D, F1, F2)
+            store_rows(to, tokens, dqs[1] * ALIGN, live, gq, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def key_grads(
     k, v, dk, dv, keep, scales, anchor, cos, sin, matrix, vector, ks, vs, dks, dvs, GEO, N, H, BH, M, G, HT, chunk,
-    scale, NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr,
+    scale, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dv = s phi(k) dP and dk = s (v dP' (NORM: + dz - anchor dP')) for the key's block, with rotated phi and
     dP."""
@@ -124,29 +122,26 @@ def key_grads(
     sin = angles_at(sin, bh, H, HT, 0, D)
     at = (block * BH + bh).to(tl.int64)
     dtype: tl.constexpr = k.dtype.element_ty
-    DIGITS: tl.constexpr = digits(dtype, rounded(FMAP, TURN), False)
-    OF_P: tl.constexpr = gradient_digits(dtype, FMAP, False)
-    w, unit = load_operator(matrix + at * D * DV, dtype, OF_P, D, F1, F2, DV, V1, V2)
+    DIGITS: tl.constexpr = digits(dtype, TURN > 0, False)
+    w, unit = load_operator(matrix + at * D * DV, dtype, 1, D, F1, F2, DV, V1, V2)
     s = scale_of(scales, scale, bh, H)
     if NORM:
         row = load_vec(vector + at * D, D, F1, F2)
         if TURN == 0:
             a = load_vec(anchor + bh * DV, DV, V1, V2)
             back = vecmat(a, w[0], V2, F2)
-            if OF_P > 1:
-                back = axpy2(back, 1.0, vecmat(a, w[1], V2, F2), F2)
             row = axpy2(row, -unit, back, F2)
     hi = tl.minimum((part + 1) * chunk, b[0])
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tv = load_rows(v, tokens, vs[1] * ALIGN, live, DV, V1, V2, False)
-        raw = load_rows(k, tokens, ks[1] * ALIGN, live, D, F1, F2, False)
-        f, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+        f = load_rows(k, tokens, ks[1] * ALIGN, live, D, F1, F2, False)
+        t = turn(f, cos, sin, tokens, live, HT, False, TURN, D, F1, F2)
         gv = add_rows(zero_rows(BN, V1, V2), t, trans4(w[0]), dtype, DIGITS, F2, V2, PREC)
         gv = times(gv, s * unit, V2)
         store_rows(dv, tokens, dvs[1] * ALIGN, live, gv, DV, V1, V2)
-        gk = times(by_operator(tv, w, OF_P, V2, F1, F2, PREC), s * unit, F2)
+        gk = times(by_operator(tv, w, 1, V2, F1, F2, PREC), s * unit, F2)
         gk = turn(gk, cos, sin, tokens, live, HT, True, TURN, D, F1, F2)
         if NORM:
             gk = axpy2(gk, s, as_row(row), F2)
-        store_rows(dk, tokens, dks[1] * ALIGN, live, phi_grad(f, gk, FMAP, F2), D, F1, F2)
+        store_rows(dk, tokens, dks[1] * ALIGN, live, gk, D, F1, F2)

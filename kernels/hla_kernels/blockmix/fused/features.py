@@ -1,21 +1,14 @@
 """Rotated features of a token tile, and products with them in extended precision.
 
-identity and relu features are exact in the dtype of the tokens. elu + 1 and rotated features are float32: they enter a
-product as their rounding to the dtype of the tokens plus the remainder (two digits), or three digits if the gradient of
-the mixing matrix must be accurate to float32. TURN: 0 no rotation, 1 channels (2i, 2i + 1), 2 (i, i + D / 2).
+Rotated features are float32: they enter a product as their rounding to the dtype of the tokens plus the remainder (two
+digits), or three digits if the gradient of the mixing matrix must be accurate to float32. TURN: 0 no rotation, 1
+channels (2i, 2i + 1), 2 (i, i + D / 2).
 """
 
 import triton
 import triton.language as tl
 
-from ...hla.fused.maps import phi, phi32
 from ...hla.fused.tiles import outer4, rowmul
-
-
-@triton.constexpr_function
-def rounded(FMAP, TURN):
-    """Whether features are not exact in the dtype of the tokens."""
-    return FMAP > 1 or TURN > 0
 
 
 @triton.constexpr_function
@@ -25,13 +18,6 @@ def digits(dtype, FLOATS, EXACT):
     if dtype == tl.float32 or not FLOATS:
         return 1
     return 3 if EXACT else 2
-
-
-@triton.constexpr_function
-def gradient_digits(dtype, FMAP, EXACT):
-    """Return the number of digits for an operator from which gradients of features are computed. The Jacobian of a
-    softmax removes the part that is equal for all features of a token; one digit would leave its rounding error."""
-    return digits(dtype, EXACT or FMAP == 3, EXACT)
 
 
 @triton.jit
@@ -91,19 +77,6 @@ def turn(x, cos, sin, tokens, live, HT, BACK: tl.constexpr, TURN: tl.constexpr, 
             y2 = turn_part(x[1].to(tl.float32), c[1], sign * s[1], TURN)
         out = (y1, y2)
     return out
-
-
-@triton.jit
-def features(
-    x, cos, sin, tokens, live, HT, FMAP: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr,
-):  # fmt: skip
-    """Return (phi, rotated phi) of a tile of tokens, in its dtype if that is exact, in float32 otherwise."""
-    if rounded(FMAP, 0):
-        f = phi32(x, live, FMAP, D, F1, F2)
-    else:
-        f = phi(x, live, FMAP, D, F1, F2)
-    return f, turn(f, cos, sin, tokens, live, HT, False, TURN, D, F1, F2)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ class Call:
         self.dv, self.group = v.shape[3], self.h // k.shape[2]
         self.bh, self.m = self.b * self.h, o.layout.n_blocks
         self.geo, self.w, self.flags = geometry(o.layout, share), widths(self.d, self.dv), flags(o, rotary)
-        self.whole = o.feature_map == "softmax" or self.flags["TURN"] > 1  # features need both halves of the channels
+        self.whole = self.flags["TURN"] > 1  # a rotation needs both halves of the channels
         self.dtype = moments_dtype(q.dtype, o, rotary is not None)
         self.size = Sizes.of(o, self.n, self.d, self.dv, self.dtype)
         self.prec, (self.mix, self.mid) = precision(q.dtype, o), moment_precisions(q.dtype, o)
@@ -85,8 +85,7 @@ class Call:
     @property
     def digits(self) -> int:
         """Return the number of digits (values in the dtype of the tokens) per feature."""
-        rounded = self.flags["FMAP"] > 1 or self.flags["TURN"]
-        return (3 if self.flags["EXACT"] else 2) if rounded and self.q.dtype != torch.float32 else 1
+        return (3 if self.flags["EXACT"] else 2) if self.flags["TURN"] and self.q.dtype != torch.float32 else 1
 
 
 def anchor_of(call: Call, out: Tensor | None) -> None:

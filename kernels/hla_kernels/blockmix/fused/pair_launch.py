@@ -40,7 +40,8 @@ def saved_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor] | tuple[None, N
     """View the buffer of the forward as o [B H, N, Dv] and f [B H, N]."""
     if not saved.numel():
         return None, None
-    out, f = saved.split([call.bh * call.n * call.dv, call.bh * call.n])
+    sizes = [call.bh * call.n * call.dv, call.bh * call.n]
+    out, f = saved[: sum(sizes)].split(sizes)
     return out, f
 
 

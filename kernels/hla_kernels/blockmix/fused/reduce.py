@@ -10,7 +10,6 @@ import triton.language as tl
 from ...hla.fused.loops.settle import settled4
 from ...hla.fused.loops.sums import add_sum, begin_sum, end_sum
 from ...hla.fused.loops.vectors import columns
-from ...hla.fused.maps import phi_grad
 from ...hla.fused.tiles import (
     axpy2,
     load_rows,
@@ -24,7 +23,7 @@ from ...hla.fused.tiles import (
     store_vec,
     zeros2,
 )
-from .features import add_outer, angles_at, cast2, digits, features, gradient_digits, rest, rounded, turn
+from .features import add_outer, angles_at, cast2, digits, rest, turn
 from .geometry import at_head, box, keep_of, place, scale_of, tile
 from .tokens import (
     NO_SPECIALIZE,
@@ -63,9 +62,9 @@ def sum_values(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_moments(
     k, v, keep, scales, anchor, inverses, totals, cos, sin, matrix, vector, ks, vs, GEO, N, H, BH, M, G, GV, HT, chunk,
-    scale, NORM: tl.constexpr, RATIO: tl.constexpr, PAIR: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr,
-    EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
+    scale, NORM: tl.constexpr, RATIO: tl.constexpr, PAIR: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute P' = s Sum v phi(k)' [parts, M, B * H, V, F] per block, with rotated phi.
 
@@ -84,7 +83,7 @@ def reduce_moments(
     sin = angles_at(sin, bh, H, HT, first, D * SPLIT)
     kn, vn = ks[1] * ALIGN, vs[1] * ALIGN
     dtype: tl.constexpr = k.dtype.element_ty
-    DIGITS: tl.constexpr = digits(dtype, RATIO or rounded(FMAP, TURN), EXACT)
+    DIGITS: tl.constexpr = digits(dtype, RATIO or TURN > 0, EXACT)
     acc = outer4_begin(V1, V2, F1, F2, False, False)
     z = begin_sum(ROWS, BN, F1, F2, NORM)
     if RATIO:
@@ -97,8 +96,8 @@ def reduce_moments(
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tv = load_rows(v, tokens, vn, live, DV, V1, V2, False)
-        raw = load_rows(k, tokens, kn, live, D, F1, F2, False)
-        f, t = features(raw, cos, sin, tokens, live, HT * SPLIT, FMAP, TURN, D, F1, F2)
+        f = load_rows(k, tokens, kn, live, D, F1, F2, False)
+        t = turn(f, cos, sin, tokens, live, HT * SPLIT, False, TURN, D, F1, F2)
         if RATIO:
             total = tl.load(totals + tokens, mask=live, other=0.0)
             z = add_sum(z, times(f, total[:, None], F2), F2)
@@ -106,7 +105,7 @@ def reduce_moments(
         elif NORM:
             z = add_sum(z, f, F2)
         if PAIR:
-            _, wide = features(tv, cos, sin, tokens, live, HT, FMAP, TURN, DV, V1, V2)
+            wide = turn(tv, cos, sin, tokens, live, HT, False, TURN, DV, V1, V2)
             tv = cast2(wide, dtype, V2)
             if DIGITS > 1:
                 low = rest(wide, tv, V2)
@@ -129,10 +128,10 @@ def reduce_moments(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_grads(
-    q, g, dq, inverses, keep, anchor, cos, sin, mixed, mixed_vector, matrix, vector, qs, gs, dqs, GEO, N, H, BH,
-    M, HT, chunk, eps, NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
+    q, g, dq, inverses, keep, anchor, cos, sin, mixed, mixed_vector, matrix, vector, qs, gs, dqs, GEO, N, H, BH, M, HT,
+    chunk, eps, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
+    SPLIT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, and the gradients of the mixed moments: dP~' = Sum do phi(q)' (ratio: do phi(q)' / den, with the
     quotient in two digits) and dz~. SPLIT as in `reduce_moments`; 1 for the ratio, which needs all features."""
@@ -147,10 +146,9 @@ def query_grads(
     sin = angles_at(sin, bh, H, HT, first, D * SPLIT)
     qn, gn, dqn = qs[1] * ALIGN, gs[1] * ALIGN, dqs[1] * ALIGN
     dtype: tl.constexpr = q.dtype.element_ty
-    ftype: tl.constexpr = tl.float32 if rounded(FMAP, 0) else dtype
-    DIGITS: tl.constexpr = digits(dtype, NORM or rounded(FMAP, TURN), EXACT)
+    DIGITS: tl.constexpr = digits(dtype, NORM or TURN > 0, EXACT)
     at = (block * BH + bh).to(tl.int64)
-    OF_P: tl.constexpr = gradient_digits(dtype, FMAP, NORM and EXACT)
+    OF_P: tl.constexpr = digits(dtype, NORM and EXACT, EXACT)
     w, unit = load_operator(mixed + at * D * SPLIT * DV + first, dtype, OF_P, D, F1, F2, DV, V1, V2, SPLIT)
     a = anchor
     if NORM and TURN == 0:
@@ -158,7 +156,7 @@ def query_grads(
     if NORM:
         inverses += bh.to(tl.int64) * N
     acc = outer4_begin(V1, V2, F1, F2, False, False)
-    dz = begin_weighted(ftype, BN, F1, F2, NORM)
+    dz = begin_weighted(dtype, BN, F1, F2, NORM)
     hi = tl.minimum((part + 1) * chunk, b[0])
     over = 1.0
     if NORM:
@@ -166,8 +164,8 @@ def query_grads(
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         tg = load_rows(g, tokens, gn, live, DV, V1, V2, False)
-        raw = load_rows(q, tokens, qn, live, D, F1, F2, False)
-        f, t = features(raw, cos, sin, tokens, live, HT * SPLIT, FMAP, TURN, D, F1, F2)
+        f = load_rows(q, tokens, qn, live, D, F1, F2, False)
+        t = turn(f, cos, sin, tokens, live, HT * SPLIT, False, TURN, D, F1, F2)
         gt = times(by_operator(tg, w, OF_P, V2, F1, F2, PREC), unit, F2)
         if NORM:
             inverse = tl.load(inverses + tokens, mask=live, other=0.0)
@@ -178,7 +176,7 @@ def query_grads(
         gq = turn(gt, cos, sin, tokens, live, HT * SPLIT, True, TURN, D, F1, F2)
         if NORM:
             gq = add_vector(gq, total, mixed_vector + at * D, D, F1, F2)
-        store_rows(dq, tokens, dqn, live, phi_grad(f, gq, FMAP, F2), D, F1, F2)
+        store_rows(dq, tokens, dqn, live, gq, D, F1, F2)
         acc = settled4(add_outer(acc, tg, t, live, dtype, DIGITS, V2, F2, PREC), V2, F2)
     pid = (tl.program_id(0) // SPLIT).to(tl.int64)
     p = scale4(outer4_end(acc, V2), 1.0 / over)

@@ -11,7 +11,6 @@ from ...hla.fused.spec import DTYPES, MAX_D, MIN_D, split_width
 from ..layout import Layout
 from ..options import BlockOptions
 
-MAPS = {None: 0, "identity": 0, "relu": 1, "elu1": 2, "softmax": 3}  # numbers of `hla.fused.maps`
 MAX_BLOCKS = 1024
 # limits of `by_pairs`. On an H200, 256 tokens in 16 blocks with 64 channels took 0.4 of the time of moments by pairs
 PAIR_BLOCKS, PAIR_RATE = 128, 150
@@ -28,7 +27,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) ->
         return f"rotary tables with a ratio of order {o.order!r} have no Triton form: it has moments of its own"
     if rotary is not None and o.rotary_half and q.shape[3] & (q.shape[3] - 1):
         return f"rotary_half with D = {q.shape[3]}, which is no power of two, has no Triton form"
-    if o.feature_map not in MAPS:
+    if o.feature_map == "softmax_pair":
         return f"feature_map {o.feature_map!r} has no Triton form: its features are two of a channel"
     if o.feature_map == "softmax" and o.order != "la":
         return f"feature_map 'softmax' of order {o.order!r} has no Triton form"
@@ -54,7 +53,7 @@ def padded(n: int) -> int:
 
 def by_pairs(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> bool:
     """Whether a call runs by pairs of tokens: few tokens, for which moments cost more."""
-    plain = o.order == "la" and not turned and o.moments == "bfloat16" and MAPS[o.feature_map] == 0
+    plain = o.order == "la" and not turned and o.moments == "bfloat16"
     d, m = max(q.shape[3], v.shape[3]), o.layout.n_blocks
     few = m <= PAIR_BLOCKS and o.layout.n_tokens**2 * padded(d) <= PAIR_RATE * m * d * d
     return plain and few and q.dtype == torch.bfloat16
@@ -75,7 +74,7 @@ def widths(d: int, dv: int) -> dict[str, int]:
 def flags(o: BlockOptions, rotary: object) -> dict[str, int]:
     """Return the constexpr flags of the passes over tokens."""
     turn = 0 if rotary is None else 1 + o.rotary_half
-    return {"NORM": o.normalize, "FMAP": MAPS[o.feature_map], "TURN": turn, "EXACT": o.moments == "float32"}
+    return {"NORM": o.normalize, "TURN": turn, "EXACT": o.moments == "float32"}
 
 
 def moments_dtype(dtype: torch.dtype, o: BlockOptions, turned: bool) -> torch.dtype:

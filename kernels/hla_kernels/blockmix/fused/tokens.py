@@ -9,8 +9,7 @@ import triton.language as tl
 from ...hla.fused.algebra import largest
 from ...hla.fused.loops.sums import add_sum, begin_sum
 from ...hla.fused.loops.vectors import as_row, column, times_vector
-from ...hla.fused.maps import power_of_two
-from ...hla.fused.tiles import axpy2, cast4, load4, load_vec, rowdot, rowmul, scale4, zero_rows
+from ...hla.fused.tiles import axpy2, cast4, load4, load_vec, power_of_two, rowdot, rowmul, scale4, zero_rows
 from .geometry import tile
 
 NO_SPECIALIZE = [
@@ -118,9 +117,7 @@ def unit_of(inverses, lo, hi, b, keep, dtype: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def total_grad(
-    t, tg, gt, inverse, a, eps, ANCHOR: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr
-):  # fmt: skip
+def total_grad(t, tg, gt, inverse, a, eps, ANCHOR: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
     """Return d loss / d den of a tile from gt = do P~' of rotated features t, 1 / den and the anchor in `columns`."""
     total = -rowdot(gt, t, F2)
     if ANCHOR:

@@ -6,13 +6,10 @@ Forward and backward.
     split   reduce -> combine -> middle -> apply, several programs per head   few heads, many tokens, wide heads
     pairs   two neighbouring heads per program, first order                   many heads of 72 channels
 
-Features of relu and elu1 are computed once, by the pass of the forward that sums them, and saved for the backward in
-the dtype of the tokens (not for `polynomial`, not in float32); this costs twice the bytes of q and avoids three
-evaluations. Ratios of first order save no features, since each direction reads every token once (`loops.first`; queries
-of wide heads twice). Neither do ratios of higher order with 72 channels, or with 64 channels and more than 512 tokens
-(`heads.summed`).
+The kernels take features: relu and elu1 are evaluated before them, and saved for the backward in the dtype of the
+tokens (`features.mapped`).
 
-Reading order: spec (flags and widths), tiles and maps (basic functions), loops (passes over tokens), algebra (D x D),
+Reading order: spec (flags and widths), tiles (basic functions), loops (passes over tokens), algebra (D x D),
 heads (heads.summed: higher orders, ratios, centred keys; heads.pairs: first order; heads.mixture: `polynomial`), split,
 middle, plan (static table; plan.paths: choice of the path), launch (launch.table: functions per path). Equations are
 in `hla_kernels.hla`. The first call of `forward` or `backward` imports Triton; `why_not` does not.
@@ -20,12 +17,11 @@ in `hla_kernels.hla`. The first call of `forward` or `backward` imports Triton; 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...dispatch.faults import Fault
+from ...features import mapped
 from ...sequences import WHOLE, Sequences
 from . import plan
 from .plan import paths, special, sums
@@ -62,18 +58,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> int | torch.SymInt:
     """Return the length of the float32 buffer that `forward` fills for `backward`: operators and states of the split
-    path, operators and vectors of normalised heads, float16 factors of `heads.summed` and `heads.mixture`. There is no
-    branch on B, N and H, which may be symbolic."""
-    return operator_floats(q, v, spec, seqs) + kept_features(q, v, spec, seqs) * feature_floats(q, k)
-
-
-def kept_features(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
-    """Return 1 if the forward can save the features of q and k for the backward, else 0. No branch on B, N and H."""
-    w, (batch, n, heads), own = widths(q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
-    if not paths.halved(spec, w, q.dtype, own):
-        return int(spec.keeps(q.dtype))
-    split = paths.saves(spec, w, plan.planned(batch * heads), n, q.dtype, own)
-    return int(spec.keeps(q.dtype)) * (split + (1 - split) * sums.keeps_features(w, n))
+    path, operators and vectors of normalised heads, float16 factors of `heads.summed` and `heads.mixture`, features.
+    There is no branch on B, N and H, which may be symbolic."""
+    return operator_floats(q, v, spec, seqs) + mapped.kept_floats(spec.feature_map, q, k)
 
 
 def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
@@ -114,18 +101,6 @@ def path_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences, save: bool = True
     return paths.path(spec, w, plan.planned(batch * heads), n, q.dtype, own_keys(q, v, seqs), save)
 
 
-def feature_floats(*tokens: Tensor) -> int | torch.SymInt:
-    """Return the floats of the features of q and then of k, each a multiple of 16 bytes."""
-    return sum(-(-math.prod(x.shape) * x.element_size() // 16) * 4 for x in tokens)
-
-
-def features_of(buffer: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D], contiguous, at the end of that buffer."""
-    parts = buffer[buffer.numel() - feature_floats(q, k) :].split([feature_floats(q), feature_floats(k)])
-    fq, fk = (x.view(q.dtype)[: y.numel()].view(y.shape) for x, y in zip(parts, (q, k), strict=True))
-    return fq, fk
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -140,13 +115,11 @@ def forward(
     from .launch import Call
     from .launch.table import PATHS
 
-    call = Call(spec, q, k, v, coefficients, seqs)
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
-    saved = call.buffer(saved_floats(q, k, v, spec, seqs) if save else 0)
-    if save and kept_features(q, v, spec, seqs):
-        call.features = features_of(saved, q, k)
-    PATHS[path_of(q, v, spec, seqs, save)].forward(call, o, saved)
+    saved = torch.empty(saved_floats(q, k, v, spec, seqs) if save else 0, dtype=torch.float32, device=q.device)
+    kept, (fq, fk) = mapped.features(spec.feature_map, q, k, saved)
+    PATHS[path_of(q, v, spec, seqs, save)].forward(Call(spec, fq, fk, v, coefficients, seqs), o, kept)
     return o, saved
 
 
@@ -167,15 +140,12 @@ def backward(
     from . import launch
     from .launch.table import PATHS
 
-    path = path_of(q, v, spec, seqs)
-    again = path != "split" or spec.normalize or spec.keeps(q.dtype)  # `launch.prepare` can recompute moments only
-    if saved.numel() == 0 and again and saved_floats(q, k, v, spec, seqs) > 0:
+    path, floats = path_of(q, v, spec, seqs), saved_floats(q, k, v, spec, seqs)
+    again = path != "split" or spec.normalize or spec.feature_map in mapped.MAPS  # not moments alone
+    if saved.numel() == 0 and again and floats > 0:
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
-    if kept_features(q, v, spec, seqs):
-        q, k = features_of(saved, q, k)
-        saved = saved[: saved.numel() - feature_floats(q, k)]
-        spec = spec.of_features()
-    call = launch.Call(spec, q, k, v, coefficients, seqs)
+    saved, features = mapped.split(spec.feature_map, saved, q, k)
+    call = launch.Call(spec, *features, v, coefficients, seqs)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     full = outs
     if call.g > 1:  # gradients per query head, then summed over groups
@@ -187,4 +157,5 @@ def backward(
     if call.g > 1:
         for x, out in zip(full[1:], outs[1:], strict=True):
             launch.group_sum(x, out, call.g)
+    mapped.gradients(spec.feature_map, q, k, outs[:2])
     return None if dc is None else launch.coefficients_grad(call, dc)

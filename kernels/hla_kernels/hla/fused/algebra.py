@@ -10,7 +10,6 @@ miscompiled by Triton). c = (c1, c2, c3, c4) are the coefficients of `polynomial
 import triton
 import triton.language as tl
 
-from .maps import power_of_two
 from .tiles import (
     add4,
     axpy2,
@@ -18,6 +17,7 @@ from .tiles import (
     eye4,
     load_vec,
     matvec,
+    power_of_two,
     rank1,
     rowdot,
     scale4,
@@ -112,17 +112,6 @@ def affine(out, m1, sums, a, n, F1: tl.constexpr, F2: tl.constexpr, V1: tl.const
 
 
 @triton.jit
-def source(s, n, CENTRED: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
-    """Return the row that a read-out adds to the features: their shift, minus their mean s / n."""
-    x = zeros2(F1, F2)
-    if SHIFT > 0:
-        x = (x[0] + SHIFT, x[1] + SHIFT)
-    if CENTRED:
-        x = axpy2(x, -1.0 / n, s, F2)
-    return x
-
-
-@triton.jit
 def eye_of(a):
     """Return the identity in the blocks of a square matrix a (zero off the diagonal blocks)."""
     i = tl.arange(0, a[0].shape[0])
@@ -187,42 +176,32 @@ def scale5(w, c):
 
 @triton.jit
 def centre_rows(
-    w, read, unit, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    NORM: tl.constexpr, SHIFT: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+    w, unit, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """rows + `source` W: minus the mean of what a moment centres (MEAN or NORM: v, in P and C), and the shift of the
-    features; w = (WP', WS, WC', WR', WW), read: in units of unit, as products read them.
+    """rows - mean W of what a moment centres (MEAN: v, in P and C); w = (WP', WS, WC', WR', WW) in units of unit.
 
     What the products give a mean, which is in every token, is rounded as they are, so that it cancels.
     """
     sq, sk, sv = sums
     n = n / unit
     h = -1.0 / n
-    P: tl.constexpr = CENTER >= 1 or MEAN
-    C: tl.constexpr = CENTER == 2 or MEAN
-    if ORDER != 2 and (P or SHIFT > 0):
-        x = read[0] if P else w[0]
-        row_v = axpy2(row_v, 1.0, matvec(x, source(sk, n, P, 0.0 if P else SHIFT, F1, F2), V2, F2), V2)
-    if ORDER != 2 and (P or NORM):
-        row_k = axpy2(row_k, h, vecmat(sv, read[0], V2, F2), F2)
-    if CENTER >= 1 or SHIFT > 0:
-        K: tl.constexpr = 0.0 if CENTER >= 1 else SHIFT
-        k = source(sk, n, CENTER >= 1, K, F1, F2)
-        x = read if CENTER >= 1 else w
+    q = axpy2(zeros2(F1, F2), h, sq, F2)
+    k = axpy2(zeros2(F1, F2), h, sk, F2)
+    if ORDER != 2 and (CENTER >= 1 or MEAN):
+        row_v = axpy2(row_v, 1.0, matvec(w[0], k, V2, F2), V2)
+        row_k = axpy2(row_k, h, vecmat(sv, w[0], V2, F2), F2)
+    if CENTER >= 1:
         if ORDER == 2 or ORDER >= 4:
-            row_k = axpy2(row_k, 1.0, vecmat(k, x[1], F2, F2), F2)
+            row_k = axpy2(row_k, 1.0, vecmat(k, w[1], F2, F2), F2)
         if ORDER == 3 or ORDER == 5:
-            row_q = axpy2(row_q, 1.0, matvec(x[3], k, F2, F2), F2)
-            row_k = axpy2(row_k, 1.0, vecmat(source(sq, n, CENTER >= 1, K, F1, F2), x[3], F2, F2), F2)
-    if (ORDER == 2 or ORDER == 5) and (C or SHIFT > 0):
-        x = read[2] if C else w[2]
-        row_v = axpy2(row_v, 1.0, matvec(x, source(sq, n, C, 0.0 if C else SHIFT, F1, F2), V2, F2), V2)
-    if (ORDER == 2 or ORDER == 5) and (C or NORM):
-        row_q = axpy2(row_q, h, vecmat(sv, read[2], V2, F2), F2)
-    if ORDER >= 4 and (CENTER == 2 or SHIFT > 0):
-        W: tl.constexpr = 0.0 if CENTER == 2 else SHIFT
-        x = read[4] if CENTER == 2 else w[4]
-        row_q = axpy2(row_q, 1.0, vecmat(source(sq, n, CENTER == 2, W, F1, F2), x, F2, F2), F2)
+            row_q = axpy2(row_q, 1.0, matvec(w[3], k, F2, F2), F2)
+            row_k = axpy2(row_k, 1.0, vecmat(q, w[3], F2, F2), F2)
+    if (ORDER == 2 or ORDER == 5) and (CENTER == 2 or MEAN):
+        row_v = axpy2(row_v, 1.0, matvec(w[2], q, V2, F2), V2)
+        row_q = axpy2(row_q, h, vecmat(sv, w[2], V2, F2), F2)
+    if ORDER >= 4 and CENTER == 2:
+        row_q = axpy2(row_q, 1.0, vecmat(q, w[4], F2, F2), F2)
     return row_q, row_k, row_v
 
 

@@ -22,20 +22,15 @@ from .launch.call import Call, Saved
 from .spec import Spec
 
 
-def own_sums(q: Tensor, k: Tensor, v: Tensor, spec: Spec, save: bool) -> tuple[Tensor, ...]:
-    """Return the sums of this device's tokens, with room for their number behind them, and if the backward needs them
-    phi(q) and phi(k)."""
+def own_sums(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+    """Return the sums of this device's tokens, with room for their number behind them."""
     call = Call(spec._replace(scale=1.0), q, k, v, None)
     new = torch.empty if call.most > 0 else torch.zeros
     out = new(call.bh * call.lay.k + 1, device=q.device)
-    keep = save and spec.keeps(q.dtype)
-    features = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)) if keep else ()
     if call.most > 0:
-        if keep:
-            call.features = (features[0], features[1])
         sums = out[:-1].view(call.bh, call.lay.k)
-        launch.add_parts_call(call, *launch.reduce_call(call, sums, save, False), sums)
-    return out, *features
+        launch.add_parts_call(call, *launch.reduce_call(call, sums, False), sums)
+    return out
 
 
 def table(n: Tensor, spec: Spec, heads: int) -> Tensor:
@@ -45,8 +40,7 @@ def table(n: Tensor, spec: Spec, heads: int) -> Tensor:
 
 
 class Shared(NamedTuple):
-    """A call between the sums: tokens or their features (`Spec.of_features`), coefficients, the table of the numbers of
-    tokens, and the number of devices."""
+    """A call between the sums: tokens, coefficients, the table of the numbers of tokens, and the number of devices."""
 
     spec: Spec
     q: Tensor

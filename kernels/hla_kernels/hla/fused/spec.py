@@ -11,8 +11,6 @@ from torch import Tensor
 from ...features import feature_width
 
 ORDERS = {"linear_attention": 1, "hla2": 2, "ahla": 3, "hla3": 4, "polynomial": 5}
-FEATURE_MAPS = {None: 0, "identity": 0, "relu": 1, "elu1": 2}
-KEPT_MAPS = {"kept_elu1": 8, "kept_relu": 9}  # the tokens are features already: `Spec.of_features`
 CENTERS = {None: 0, "k": 1, "qk": 2}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_D, MAX_D = 16, 128
@@ -37,7 +35,7 @@ class Spec(NamedTuple):
         """Whether the backward computes the gradient of coefficients."""
         return self.op == "polynomial" and not self.fixed
 
-    def flags(self, dtype: torch.dtype) -> dict[str, int]:
+    def flags(self) -> dict[str, int]:
         """Return the constexpr flags of all kernels."""
         return {
             "ORDER": ORDERS[self.op],
@@ -45,37 +43,12 @@ class Spec(NamedTuple):
             "CENTER": CENTERS[self.center],
             "MEAN": self.mean_path,
             "RIDGE": self.ridge != 0.0,
-            "FMAP": 5 if self.shifted(dtype) and not self.kept else (FEATURE_MAPS | KEPT_MAPS)[self.feature_map],
         }
-
-    def keeps(self, dtype: torch.dtype) -> bool:
-        """Whether a forward saves the features of q and k for the backward: for maps whose derivative is a function of
-        the rounded feature (for elu + 1, of the feature minus 1)."""
-        mapped = self.feature_map in ("relu", "elu1") and self.op != "polynomial" and dtype != torch.float32
-        return mapped and not self.alone(dtype)
 
     def alone(self, dtype: torch.dtype) -> bool:
         """Whether a call is a ratio of first order, whose backward is `loops.first`: every token is read once a
-        direction, nothing is worth keeping."""
-        plain = self.center is None and not self.mean_path and not self.kept
-        first = self.op == "linear_attention" and self.normalize and dtype != torch.float32
-        return first and plain
-
-    @property
-    def kept(self) -> bool:
-        """Whether q and k are features saved by a forward."""
-        return self.feature_map in KEPT_MAPS
-
-    def of_features(self) -> Spec:
-        """Return the options for saved features instead of tokens."""
-        return self._replace(feature_map=f"kept_{self.feature_map}")
-
-    def shifted(self, dtype: torch.dtype) -> bool:
-        """Whether the kernels compute with phi - 1: `maps`, maps 5 and 8."""
-        centred = self.mean_path or self.center is not None
-        mixture = self.op == "polynomial" and not self.normalize and dtype != torch.float32
-        elu1 = self.feature_map == "elu1" and (centred or mixture or self.keeps(dtype) or self.alone(dtype))
-        return elu1 or self.feature_map == "kept_elu1"
+        direction."""
+        return self.of_keys() and self.normalize and dtype != torch.float32
 
     def of_softmax(self, d: int) -> tuple[Spec, int]:
         """Return the options and the number of features where features that are softmaxes of d channels are tokens."""
@@ -100,14 +73,6 @@ class Spec(NamedTuple):
         up, order = 1 / (self.scale_of(n) * n), {"linear_attention": 1, "hla3": 3}.get(self.op, 2)
         scale = None if self.scale is None else 1 / n
         return self._replace(scale=scale, q_scale=1.0, ridge=self.ridge * up, eps=self.eps * up**order)
-
-    def digits(self, dtype: torch.dtype, backward: bool) -> int:
-        """How exact sums of features are: REST of `sum_features`."""
-        if dtype == torch.float32:
-            return 0
-        once = self.kept or self.keeps(dtype) or self.alone(dtype)
-        rounded = self.normalize and not (once or self.feature_map == "identity")
-        return int(rounded and (backward or self.op == "linear_attention"))
 
     @property
     def sums(self) -> bool:
@@ -186,7 +151,7 @@ def layout(spec: Spec, w: dict[str, int]) -> Layout:
     fd = w["D"]
     ff, fv = fd * fd, fd * dv
     # int: torch 2.11 cannot multiply a symbol by a bool
-    sums = int(spec.sums or spec.feature_map in ("elu1", "kept_elu1"))  # of a shift too
+    sums = int(spec.sums)
     ones = int(spec.normalize)
     sizes = (
         fv * int(order != 2), ff * int(order == 2 or order >= 4), fv * int(order in (2, 5)), ff * int(order in (3, 5)),

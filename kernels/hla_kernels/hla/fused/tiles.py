@@ -370,3 +370,19 @@ def eye4(c, D1: tl.constexpr, D2: tl.constexpr):
         m21 = tl.zeros([D2, D1], tl.float32)
         m22 = tl.where(j[:, None] == j[None, :], c, 0.0)
     return z, m12, m21, m22
+
+
+@triton.jit
+def ones2(D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Return the vector of ones on D elements, zero beyond."""
+    z = zeros2(D1, D2)
+    x2 = z[1]
+    if D2 > 0:
+        x2 = tl.where(D1 + tl.arange(0, D2) < D, 1.0, 0.0)
+    return tl.where(tl.arange(0, D1) < D, 1.0, 0.0), x2
+
+
+@triton.jit
+def power_of_two(x):
+    """Return the power of two at or just below x > 0 (for x = 0 the smallest normal one)."""
+    return tl.exp2(tl.floor(tl.log2(tl.maximum(x, 1.2e-38))))

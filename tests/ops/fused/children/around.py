@@ -8,6 +8,7 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels import op
+from hla_kernels.features import feature, feature_grad, mapped
 from hla_kernels.features.rms_norm import prepared
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
@@ -33,6 +34,29 @@ def test_through_the_custom_operators(monkeypatch, save):
     got = [y, *(x.grad for x in tokens)]
     check(spec, tokens, torch.ones_like(y), None, got)
     assert ops.two_sided(*[x[:0] for x in tokens], None, *rest)[0].shape == (0, 33, 2, 16)
+
+
+@pytest.mark.parametrize("name", ("relu", "elu1"))
+@pytest.mark.parametrize("layout", ("packed", "strided", "contiguous"))
+def test_features_and_their_gradients(monkeypatch, name, layout):
+    """To the rounding of float16, of several heads and rows; NaN stays NaN, and padding that is NaN gets zeros."""
+    tokens, _, _ = make(Spec("hla2"), 67, 40, 40, (4, 2) if layout == "contiguous" else (4, 4), HALF, layout)
+    q, k, _ = tokens
+    q[0, 0, 0, 0], q[0, 1, 0, :3] = float("nan"), torch.tensor([0.0, -80.0, -1e-4])
+    grads = [torch.randn(x.shape).to(HALF) for x in (q, k)]
+    grads[0][0, 0, 0, 0] = 0
+    with monkeypatch.context() as patch:
+        poison(patch)
+        rest, found = mapped.features(name, q, k, torch.empty(0))
+    assert rest.numel() == 0
+    for x, y in zip((q, k), found, strict=True):
+        torch.testing.assert_close(y, feature(x.double(), name).to(HALF), rtol=2**-10, atol=2**-24, equal_nan=True)
+    doubles = [(x.double(), g.double()) for x, g in zip((q, k), grads, strict=True)]
+    wanted = [feature_grad(x, feature(x, name), g, name) for x, g in doubles]
+    wanted[0][0, 0, 0, 0] = 0
+    mapped.gradients(name, q, k, (grads[0], grads[1]))
+    for g, w in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(g, w.to(HALF), rtol=2**-10, atol=2**-23)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("softmax", "packed"), ("softmax_pair", "mask"), ("softmax_pair", None)])

@@ -16,6 +16,7 @@ import sys
 
 import torch
 
+from hla_kernels.features import map_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.hla.fused.launch import mixture, pairs, ratios, summed
@@ -53,7 +54,7 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     "shared": of tokens that devices share."""
     kernels = [
         (module, name, kernel)
-        for module in (launch, mixture, pairs, ratios, summed)
+        for module in (launch, mixture, pairs, ratios, summed, map_kernels)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]
@@ -86,9 +87,7 @@ def shared_call(q, k, v, c, spec: Spec, grad) -> None:
     """Forward and backward of tokens that devices share."""
     from hla_kernels.hla.fused.shared import Shared, own_sums
 
-    sums, *features = own_sums(q, k, v, spec, True)
-    if features:
-        q, k, spec = *features, spec.of_features()
+    sums = own_sums(q, k, v, spec)
     call = Shared(spec, q, k, v, c, torch.empty(q.shape[0] * q.shape[2], 2, device="meta"), 2)
     _, buffer = call.outputs(sums)
     call.token_grads(grad, buffer, *call.readout_grads(grad, buffer))

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from ....hla.fused.algebra import largest
 from ....hla.fused.loops.vectors import as_row
-from ....hla.fused.maps import phi_grad, power_of_two
 from ....hla.fused.tiles import (
     add4,
     axpy2,
@@ -13,21 +12,20 @@ from ....hla.fused.tiles import (
     load4,
     load_rows,
     load_vec,
+    power_of_two,
     scale4,
     store_rows,
     trans4,
     vecmat,
     zero_rows,
 )
-from ..features import add_rows, angles_at, digits, features, rounded, turn
+from ..features import add_rows, angles_at, digits, turn
 from ..geometry import at_head, box, keep_of, place, scale_of, tile
 from ..tokens import NO_SPECIALIZE, add_vector, by_operator, load_operator, times
 
 
 @triton.jit
-def load_left(
-    ptr, dtype: tl.constexpr, BOTH: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr
-):  # fmt: skip
+def load_left(ptr, dtype: tl.constexpr, BOTH: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
     """Return (left factor [F, F] in the dtype of the tokens, its unit), as `load_operator`; BOTH: with its transpose
     added."""
     m = load4(ptr, D, F1, F2, D, F1, F2, D, 1)
@@ -64,9 +62,9 @@ def plus(x, y, D2: tl.constexpr):
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_products(
     q, g, other, dq, inverses, totals, keep, scales, anchor, cos, sin, operator, operator_vector, right, vector, left,
-    qs, gs, vs, dqs, GEO, N, H, BH, M, G, HT, chunk, scale, HLA2: tl.constexpr, NORM: tl.constexpr, FMAP: tl.constexpr,
-    TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    qs, gs, vs, dqs, GEO, N, H, BH, M, G, HT, chunk, scale, HLA2: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+    EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq: do O' (NORM: / den + total o), plus s k dR (other = k) or, HLA2, s (v dC' + dc - anchor dC')
     (other = v)."""
@@ -80,7 +78,7 @@ def query_products(
     cos = angles_at(cos, bh, H, HT, 0, D)
     sin = angles_at(sin, bh, H, HT, 0, D)
     dtype: tl.constexpr = q.dtype.element_ty
-    DIGITS: tl.constexpr = digits(dtype, rounded(FMAP, TURN), False)
+    DIGITS: tl.constexpr = digits(dtype, TURN > 0, False)
     at = (block * BH + bh).to(tl.int64)
     s = scale_of(scales, scale, bh, H)
     w, unit = load_operator(operator + at * D * DV, dtype, 1, D, F1, F2, DV, V1, V2)
@@ -101,8 +99,8 @@ def query_products(
             tv = load_rows(other, tokens, vs[1] * ALIGN, live, DV, V1, V2, False)
             more = by_operator(tv, x, 1, V2, F1, F2, PREC)
         else:
-            raw = load_rows(other, tokens, vs[1] * ALIGN, live, D, F1, F2, False)
-            _, t = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+            t = load_rows(other, tokens, vs[1] * ALIGN, live, D, F1, F2, False)
+            t = turn(t, cos, sin, tokens, live, HT, False, TURN, D, F1, F2)
             more = add_rows(zero_rows(BN, F1, F2), t, y, dtype, DIGITS, F2, F2, PREC)
         tg = load_rows(g, tokens, gs[1] * ALIGN, live, DV, V1, V2, False)
         gq = times(by_operator(tg, w, 1, V2, F1, F2, PREC), unit, F2)
@@ -115,17 +113,15 @@ def query_products(
             gq = add_vector(gq, total, operator_vector + at * D, D, F1, F2)
             if HLA2:
                 gq = axpy2(gq, s, as_row(row), F2)
-        raw = load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False)
-        f, _ = features(raw, cos, sin, tokens, live, HT, FMAP, 0, D, F1, F2)
-        store_rows(dq, tokens, dqs[1] * ALIGN, live, phi_grad(f, gq, FMAP, F2), D, F1, F2)
+        store_rows(dq, tokens, dqs[1] * ALIGN, live, gq, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def key_products(
     q, k, v, dk, dv, keep, scales, anchor, cos, sin, right, vector, left, qs, ks, vs, dks, dvs, GEO, N, H, BH, M, G, HT,
-    chunk, scale, PART: tl.constexpr, HLA2: tl.constexpr, NORM: tl.constexpr, FMAP: tl.constexpr, TURN: tl.constexpr,
-    EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    chunk, scale, PART: tl.constexpr, HLA2: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dk = s (q dR' + v dP' (NORM: + dz - anchor dP')) and dv = s k dP; HLA2: s k (dS + dS') and s q dC.
 
@@ -142,7 +138,7 @@ def key_products(
     cos = angles_at(cos, bh, H, HT, 0, D)
     sin = angles_at(sin, bh, H, HT, 0, D)
     dtype: tl.constexpr = k.dtype.element_ty
-    DIGITS: tl.constexpr = digits(dtype, rounded(FMAP, TURN), False)
+    DIGITS: tl.constexpr = digits(dtype, TURN > 0, False)
     at = (block * BH + bh).to(tl.int64)
     s = scale_of(scales, scale, bh, H)
     w, unit = load_operator(right + at * D * DV, dtype, 1, D, F1, F2, DV, V1, V2)
@@ -152,10 +148,10 @@ def key_products(
     hi = tl.minimum((part + 1) * chunk, b[0])
     for start in range(part * chunk, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
-        raw = load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False)
-        _, tq = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
-        raw = load_rows(k, tokens, ks[1] * ALIGN, live, D, F1, F2, False)
-        f, tk = features(raw, cos, sin, tokens, live, HT, FMAP, TURN, D, F1, F2)
+        tq = load_rows(q, tokens, qs[1] * ALIGN, live, D, F1, F2, False)
+        tq = turn(tq, cos, sin, tokens, live, HT, False, TURN, D, F1, F2)
+        f = load_rows(k, tokens, ks[1] * ALIGN, live, D, F1, F2, False)
+        tk = turn(f, cos, sin, tokens, live, HT, False, TURN, D, F1, F2)
         if PART != 2:
             of_right = tq if HLA2 else tk
             gv = add_rows(zero_rows(BN, V1, V2), of_right, trans4(w[0]), dtype, DIGITS, F2, V2, PREC)
@@ -169,4 +165,4 @@ def key_products(
             gk = turn(gk, cos, sin, tokens, live, HT, True, TURN, D, F1, F2)
             if NORM and not HLA2:
                 gk = axpy2(gk, s, as_row(row), F2)
-            store_rows(dk, tokens, dks[1] * ALIGN, live, phi_grad(f, gk, FMAP, F2), D, F1, F2)
+            store_rows(dk, tokens, dks[1] * ALIGN, live, gk, D, F1, F2)

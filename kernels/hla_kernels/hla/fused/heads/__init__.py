@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import affine, anchor, cast_operator, cast_weights, ones_moments, scale_moments
-from ..loops import read_out, shifted_base, span, sum_keys, sum_moments, write_grads
-from ..maps import is_shifted, unshift, unshift_sums
+from ..loops import read_out, span, sum_moments, write_grads
 from ..tiles import scale4, store4, store_vec, trans4, zeros2
 
 NO_SPECIALIZE = [
@@ -77,12 +76,12 @@ def load_coefficients(ptr, h, ORDER: tl.constexpr):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_forward(
-    q, k, v, o, state, matrix, qs, ks, vs, os, N, H, G, scale, eps, NORM: tl.constexpr, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr,
-    BO: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, o, state, matrix, qs, ks, vs, os, N, H, G, scale, eps, NORM: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """o = q M of one head, M = s P; NORM: a ratio of features. SAVE: M and the vectors that `loops.first` reads."""
+    """o = q M of one head, M = s P; NORM: a ratio. SAVE: M and the vectors that `loops.first` reads."""
     pid = tl.program_id(0)
     h = pid % H
     at, N, scale = span(N, pid // H, pid, scale)
@@ -91,20 +90,12 @@ def head_forward(
     v, vn = at_head(v, vs, at, h // G, ALIGN), vs[1] * ALIGN
     m1 = zeros2(F1, F2)
     row = zeros2(V1, V2)
-    if FMAP == 0:
-        raw, sums, _, _ = sum_moments(
-            q, k, v, q, qn, kn, vn, qn, 0, N, 1, NORM, False, True, D, F1, F2, DV, V1, V2, BN, PREC
-        )
-    else:
-        p, sk, sv = sum_keys(k, v, kn, vn, 0, N, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
-        raw, sums = (p, p, p, p, p), (sk, sk, sv)
-    if is_shifted(FMAP):
-        raw = unshift(raw, sums, N[1], 1, 0, True, D, F1, F2, V2)
+    raw, sums, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, 1, 3 if NORM else 0, False, True, D, F1, F2, DV, V1, V2, BN, PREC
+    )
     m = scale_moments(raw, sums, scale, N[1], 0.0, 1, 0, NORM, False, F1, F2, V2)
     out = m[0]
     if NORM:
-        if is_shifted(FMAP):
-            sums = unshift_sums(sums, N[1], D, F1, F2)
         m1, q1 = ones_moments(sums, scale, 0, F1, F2)
         a = anchor(m, m1, q1, sums, 1, F1, F2, V1, V2)
         out, row = affine(out, m1, sums, a, N[1], F1, F2, V1, V2)
@@ -114,10 +105,9 @@ def head_forward(
         to = state + pid.to(tl.int64) * K
         store_vec(to + OFF[8], m1, FD, F1, F2)
         store_vec(to + OFF[9], row, DV, V1, V2)
-    base, more = shifted_base(out, m1, D, NORM and is_shifted(FMAP), F1, F2, V2)
     read_out(
-        q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, m1, row, base, more, eps, NORM, False, FMAP, D,
-        F1, F2, DV, V1, V2, BO, PREC, unit,
+        q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, m1, row, eps, NORM, False, D, F1, F2, DV, V1, V2,
+        BO, PREC, unit,
     )  # fmt: skip
 
 
@@ -144,7 +134,7 @@ def head_backward(
     k, kn = at_head(k, ks, at, h // G, ALIGN), ks[1] * ALIGN
     v, vn = at_head(v, vs, at, h // G, ALIGN), vs[1] * ALIGN
     g, gn = at_head(g, gs, at, h, ALIGN), gs[1] * ALIGN
-    m, _, dm, _ = sum_moments(
+    m, _, dm = sum_moments(
         q, k, v, g, qn, kn, vn, gn, 0, N, 1, False, True, False, D, F1, F2, DV, V1, V2, BN, PREC
     )
     mt, mt_unit = cast_operator(trans4(scale4(m[0], scale)), q.dtype.element_ty, False, V2, F2)
@@ -154,7 +144,7 @@ def head_backward(
     write_grads(
         q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
         kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, 0, w, unit,
-        (m1, m1, zeros2(V1, V2)), 0, 1, False, False, 0, D, F1, F2, DV, V1, V2, FD, BO, PREC, mt_unit=mt_unit,
+        (m1, m1, zeros2(V1, V2)), 0, 1, False, False, D, F1, F2, DV, V1, V2, FD, BO, PREC, mt_unit=mt_unit,
     )  # fmt: skip
 
 

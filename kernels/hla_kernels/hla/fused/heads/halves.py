@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import largest
-from ..maps import power_of_two
-from ..tiles import cast4, load4, scale4, store4, trans4
+from ..tiles import cast4, load4, power_of_two, scale4, store4, trans4
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""First order without feature map, two neighbouring heads per program (`loops.pairs`).
+"""First order, two neighbouring heads per program (`loops.pairs`).
 
 The forward saves its operator M, padded to AREA = (D1 + 2 E)**2 numbers (whole sectors) with the channels of a second
 head in the order of `loops.pairs`, [B * H, AREA]. The backward sums only dM, over q and the gradients of o; its weights

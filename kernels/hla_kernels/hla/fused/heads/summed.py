@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import ones_moments, scale_moments
-from ..loops import feature_moments, means, moments_apart, read_out, shifted_base, sum_moments, write_grads
-from ..loops.extent import upto
-from ..maps import is_shifted, kept, unshift, unshift_sums
+from ..loops import means, read_out, sum_moments, upto, write_grads
 from ..split.grads import load_weights
 from ..tiles import (
     add4,
@@ -55,28 +53,15 @@ def one_by_one(m, ORDER: tl.constexpr, F2: tl.constexpr):
     return (x, y, z), (ux, uy, uz)
 
 
-@triton.jit
-def finished(
-    raw, sums, scale, n, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-):  # fmt: skip
-    """Return (P, S, C, R, W) of a head from what was summed over its tokens."""
-    if is_shifted(FMAP):
-        raw = unshift(raw, sums, n, ORDER, CENTER, True, D, F1, F2, F2)
-    return scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
-
-
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_forward(
-    q, k, v, o, fq, fk, vectors, matrix, factors, units, qs, ks, vs, os, fqs, fks, N, H, scale, eps,
-    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    KF: tl.constexpr, SAVE: tl.constexpr, KEEP: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
-    APART: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, o, vectors, matrix, factors, units, qs, ks, vs, os, N, H, scale, eps, ORDER: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr,
+    BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o of one head. KEEP: the features fq, fk, which the read-out reads too. APART: of features `moments_apart`. SAVE:
-    its sums, if there are any (NORM: m1 and mean value too), at OFF of vectors [B * H, K], its factors [B * H, KF] and
-    units [B * H, 4], M [B * H, D, D] of a ratio and of first order."""
+    """o of one head. SAVE: its sums, if there are any (NORM: m1 and mean value too), at OFF of vectors [B * H, K], its
+    factors [B * H, KF] and units [B * H, 4], M [B * H, D, D] of a ratio and of first order."""
     SUMMED: tl.constexpr = NORM or MEAN or CENTER > 0
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
@@ -84,35 +69,15 @@ def summed_forward(
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     n = N[1]
     row = zeros2(F1, F2)
-    keep = (q, k, 0, 0)
-    if KEEP:
-        fq, fk, fqn, fkn = of_head((fq, fk), (fqs, fks), at, h, ALIGN)
-        keep = (fq, fk, fqn, fkn)
-    # W of hla3, which is of queries alone, is summed when the other two are rounded: three fill the registers
-    LATE: tl.constexpr = ORDER == 4 and FMAP > 0 and F2 > 0
     # what a backward reads goes through memory anyway, whence tensor cores read it, and a ratio fills the registers
     HERE: tl.constexpr = not (SAVE or (NORM and F2 > 0))
-    if FMAP == 0:
-        raw, sums, _, _ = sum_moments(
-            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMMED, False, True, D, F1, F2, D, F1, F2, BN, PREC
-        )
-    elif APART:
-        raw, sums = moments_apart(
-            q, k, v, qn, kn, vn, N, keep, ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
-        )
-    else:
-        raw, sums = feature_moments(
-            q, k, v, qn, kn, vn, N, keep, 11 if LATE else ORDER, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
-        )
-    totals = sums
-    if HERE:
-        m = finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2)
-    if is_shifted(FMAP):
-        sums = unshift_sums(sums, n, D, F1, F2)
+    raw, sums, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMMED, False, True, D, F1, F2, D, F1, F2, BN, PREC
+    )
+    m = scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
     vectors += head * K
     if SAVE and SUMMED:
-        if not LATE:
-            store_vec(vectors + OFF[5], sums[0], D, F1, F2)
+        store_vec(vectors + OFF[5], sums[0], D, F1, F2)
         store_vec(vectors + OFF[6], sums[1], D, F1, F2)
         store_vec(vectors + OFF[7], sums[2], D, F1, F2)
     if NORM or MEAN:
@@ -130,27 +95,18 @@ def summed_forward(
         # one in float32 at a time: what is not read of a call is not computed; then through memory, whence tensor cores
         # get factors without registers
         AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
-        x, _, _ = factors_of(finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2), ORDER)
+        x, y, z = factors_of(m, ORDER)
         if ORDER > 1:
             factors += head * KF
             units += head * 4
             x, ux = half(x, F2, F2)
             put_matrix(factors, x, F1, F2)
-            _, y, _ = factors_of(finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2), ORDER)
             if NORM and ORDER < 4:
                 m1 = ones_through(y, p1, q1, ORDER, F2)
             y, uy = half(y, F2, F2)
             put_matrix(factors + AREA, y, F1, F2)
             uz = uy
-            if LATE:
-                raw, sums = feature_moments(
-                    q, k, v, qn, kn, vn, N, keep, 7, NORM, KEEP, FMAP, D, F1, F2, BN, PREC, STAGES
-                )
-                totals = sums
-                if is_shifted(FMAP):
-                    sums = unshift_sums(sums, n, D, F1, F2)
             if ORDER == 4:
-                _, _, z = factors_of(finished(raw, totals, scale, n, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2), ORDER)
                 z, uz = half(z, F2, F2)
                 put_matrix(factors + 2 * AREA, z, F1, F2)
             put_three(units, (ux, uy, uz))
@@ -172,8 +128,6 @@ def summed_forward(
             row = axpy2(row, 1.0, a, F2)
             mt = rank1(mt, (-a[0], -a[1]), m1, F2, F2)
         out = trans4(cast4(mt, q.dtype.element_ty))
-    if SAVE and LATE:
-        store_vec(vectors + OFF[5], sums[0], D, F1, F2)
     if SAVE:
         if ORDER > 1 and HERE:
             put_factors(factors + head * KF, units + head * 4, factor, u, ORDER, F1, F2)
@@ -182,16 +136,8 @@ def summed_forward(
             store_vec(vectors + OFF[9], row, D, F1, F2)
         if NORM or ORDER == 1:
             store4(matrix + head * D * D, out, D, F1, F2, D, F1, F2, D, 1)
-    base, more = shifted_base(out, m1, D, NORM and is_shifted(FMAP), F1, F2, F2, True)
     o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
-    if KEEP:
-        tl.debug_barrier()  # every thread reads what others wrote
-        read_out(
-            fq, o, keep[2], on, 0, N, out, m1, row, base, more, eps, NORM, MEAN, kept(FMAP), D, F1, F2, D, F1, F2, BO,
-            PREC,
-        )  # fmt: skip
-    else:
-        read_out(q, o, qn, on, 0, N, out, m1, row, base, more, eps, NORM, MEAN, FMAP, D, F1, F2, D, F1, F2, BO, PREC)
+    read_out(q, o, qn, on, 0, N, out, m1, row, eps, NORM, MEAN, D, F1, F2, D, F1, F2, BO, PREC)
 
 
 @triton.constexpr_function
@@ -207,10 +153,9 @@ def part_of(i, loops, late):
 def summed_backward(
     q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, weights, rows, qs, ks, vs, gs, dqs, dks, dvs,
     N, H, scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    LOOPS: tl.constexpr, WRITE: tl.constexpr, LATE: tl.constexpr, DELAY: tl.constexpr,
-    SLOTS: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
+    WRITE: tl.constexpr, LATE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one head in LOOPS passes (`part_of`), which need less shared memory than a single pass.
     LATE: dq last."""
@@ -230,7 +175,7 @@ def summed_backward(
     ROWS: tl.constexpr = SUMMED and (CUT or (not NORM and ORDER == 3 and LOOPS > 1))
     dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio, vectors, matrix, units + head * 4, room + head * KR, rows + 2 * D, LATER, ORDER,
-        NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC,
+        NORM, MEAN, D, F1, F2, OFF, BN, PREC,
     )  # fmt: skip
     if AGAIN:
         weights += head * KR
@@ -241,7 +186,7 @@ def summed_backward(
     else:
         mt, w, row = summed_algebra(
             dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-            q.dtype.element_ty, LATER, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+            q.dtype.element_ty, LATER, ORDER, NORM, CENTER, MEAN, D, F1, F2, OFF,
         )  # fmt: skip
     if NORM or ROWS:
         row = rows_by_memory(rows, row, D, F1, F2)
@@ -255,7 +200,7 @@ def summed_backward(
             row = load_rows3(at_rows, D, F1, F2)
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row,
-            part_of(part, LOOPS, LATE), ORDER, NORM, SUMMED, FMAP, D, F1, F2, D,
+            part_of(part, LOOPS, LATE), ORDER, NORM, SUMMED, D, F1, F2, D,
             F1, F2, D, BO, PREC, WRITE,
         )  # fmt: skip
 
@@ -263,9 +208,9 @@ def summed_backward(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_weights(
     q, g, ratio, vectors, matrix, factors, units, room, weights, rows, qs, gs, N, H, scale, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr,
-    KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_backward` up to its last pass, left to `split.apply_grads`: for heads of many tokens. Writes M unless the
     forward has."""
@@ -278,7 +223,7 @@ def summed_weights(
     rows += head * 3 * D
     dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, units + head * 4, room + head * KR,
-        rows + 2 * D, CUT, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC,
+        rows + 2 * D, CUT, ORDER, NORM, MEAN, D, F1, F2, OFF, BN, PREC,
     )  # fmt: skip
     weights += head * KW
     if CUT:
@@ -289,7 +234,7 @@ def summed_weights(
     else:
         mt, w, row = summed_algebra(
             dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-            q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+            q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, D, F1, F2, OFF,
         )  # fmt: skip
         if not NORM and ORDER > 1:
             store4(matrix, mt, D, F1, F2, D, F1, F2, 1, D)
@@ -301,9 +246,8 @@ def summed_weights(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_queries(
     q, g, ratio, vectors, matrix, units, room, parts, ones, qs, gs, N, H, chunk, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KR: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    NORM: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, KR: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_gradient` of one part of a head of a ratio by itself: its sums fill the registers. dM' of a head of one
     part goes to room in units of units[3], otherwise to parts [B * H, PARTS, D, D] in float32; the gradient of m1 to
@@ -319,7 +263,7 @@ def summed_queries(
         lo = pid % PARTS * chunk
         N = upto(lo + chunk, N)
     dm, _, one = summed_gradient(
-        q, g, qn, gn, lo, N, eps, ratio, vectors + head * K, matrix + head * D * D, ORDER, NORM, MEAN, FMAP, D, F1, F2,
+        q, g, qn, gn, lo, N, eps, ratio, vectors + head * K, matrix + head * D * D, ORDER, NORM, MEAN, D, F1, F2,
         OFF, BN, PREC,
     )  # fmt: skip
     if PARTS > 1:
@@ -334,9 +278,9 @@ def summed_queries(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_middle(
     vectors, matrix, factors, units, room, parts, ones, weights, rows, N, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr,
-    KW: tl.constexpr, PARTS: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights and rows of one head of a ratio from what `summed_queries` left."""
     head = tl.program_id(0).to(tl.int64)
@@ -352,7 +296,7 @@ def summed_middle(
             one = axpy2(one, 1.0, load_vec(ones + part * D, D, F1, F2), F2)
     _, w, row = summed_algebra(
         dm, one, one, (n, n), scale, vectors + head * K, matrix + head * D * D, factors + head * KF,
-        units + head * 4, room + head * KR, matrix.dtype.element_ty, PARTS == 1, ORDER, NORM, CENTER, MEAN, FMAP, D,
+        units + head * 4, room + head * KR, matrix.dtype.element_ty, PARTS == 1, ORDER, NORM, CENTER, MEAN, D,
         F1, F2, OFF,
     )  # fmt: skip
     store_rows3(rows + head * 3 * D, row, D, F1, F2)
@@ -362,9 +306,9 @@ def summed_middle(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_tokens(
     q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, ones, rows, qs, ks, vs, gs, dqs, dks, dvs, N,
-    H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    KF: tl.constexpr, KR: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
+    H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr,
+    KR: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one head of a ratio from what `summed_queries` left. TILED: as in `write_grads`."""
     pid = tl.program_id(0)
@@ -374,7 +318,7 @@ def summed_tokens(
     one = load_vec(ones + head * D, D, F1, F2)
     mt, w, row = summed_algebra(
         one, one, one, N, scale, vectors, matrix + head * D * D, factors + head * KF,
-        units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, FMAP, D, F1, F2, OFF,
+        units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, D, F1, F2, OFF,
     )  # fmt: skip
     row = rows_by_memory(rows + head * 3 * D, row, D, F1, F2)
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
@@ -382,6 +326,6 @@ def summed_tokens(
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8],
             ratio_of(ratio, head, N[0], NORM), w, 1.0, row,
-            part_of(part, LOOPS, False), ORDER, NORM, True, FMAP, D, F1, F2, D,
+            part_of(part, LOOPS, False), ORDER, NORM, True, D, F1, F2, D,
             F1, F2, D, BO, PREC, TILED=TILED,
         )  # fmt: skip

@@ -9,7 +9,6 @@ import triton.language as tl
 from ..algebra import centre_rows, less_mean, ones_moments
 from ..loops import add_rows, alike, end_pairs, gradient_sums, sum_gradient, sum_ratio
 from ..loops.sums import end_total
-from ..maps import is_shifted, ones2, power_of_two
 from ..split.grads import load_weights
 from ..tiles import (
     axpy2,
@@ -17,6 +16,8 @@ from ..tiles import (
     load4,
     load_vec,
     matvec,
+    ones2,
+    power_of_two,
     rank1,
     scale4,
     store4,
@@ -62,8 +63,7 @@ def anchor_ones(mt, m1, F2: tl.constexpr):
 @triton.jit
 def summed_gradient(
     q, g, qn, gn, lo, N, eps, ratio, vectors, matrix, ORDER: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
-    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dM', what all dv have in common, and of a ratio the gradient of m1 for v centred, of the tokens lo .. N[0]; fills
     ratio."""
@@ -73,7 +73,7 @@ def summed_gradient(
         dm, dm1 = sum_ratio(
             q, g, q, qn, gn, qn, lo, N, load4(matrix, D, F1, F2, D, F1, F2, D, 1),
             load_vec(vectors + OFF[8], D, F1, F2), load_vec(vectors + OFF[9], D, F1, F2), eps, ratio, ORDER, False,
-            FMAP, D, F1, F2, D, F1, F2, BN, PREC, ANCHORED=True,
+            D, F1, F2, D, F1, F2, BN, PREC,
         )  # fmt: skip
         if F1 + F2 > D:
             dm = inside(dm, D, F1, F2)
@@ -94,8 +94,8 @@ def summed_gradient(
 @triton.jit
 def gradient_of_head(
     q, g, qn, gn, N, eps, ratio, vectors, matrix, units, room, to, LATER: tl.constexpr, ORDER: tl.constexpr,
-    NORM: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    OFF: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, MEAN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_gradient` of all tokens. LATER, not of a ratio: what all dv have in common goes to memory, and dM' of
     two blocks of columns to room in units of units[3], so that no registers hold them."""
@@ -115,7 +115,7 @@ def gradient_of_head(
         out = (dm, to, z)
     else:
         out = summed_gradient(
-            q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, FMAP, D, F1, F2, OFF, BN, PREC
+            q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, D, F1, F2, OFF, BN, PREC
         )
     return out
 
@@ -158,14 +158,13 @@ def inside(a, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 @triton.jit
 def summed_algebra(
     dm, row_v, one, N, scale, vectors, matrix, factors, units, room, dtype: tl.constexpr, READY: tl.constexpr,
-    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr,
 ):  # fmt: skip
     """M', the weights (WP', WS, WC', WR', WW) of `algebra.weights`, as far as the order has them, in a dtype, and the
     rows of dq, dk, dv, from what `summed_gradient` gave (READY: dM' is what was left in room, in units of units[3],
     and row_v where it is); room for three matrices."""
     AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
-    SHIFTED: tl.constexpr = is_shifted(FMAP)
     sums = sums_of(vectors, NORM or MEAN or CENTER > 0, OFF, D, F1, F2)
     z = zeros2(F1, F2)
     if not NORM and ORDER > 1 and F2 == 0:
@@ -202,15 +201,15 @@ def summed_algebra(
             w1 = cast4(scale4(dm, scale), dtype)
             w = (w1, w1, w1, w1, w1)
         elif ORDER == 2:
-            w, rows = weights2(m, u, t, dm, s, scale, ones, one, mean, dtype, NORM, SHIFTED, F1, F2)
+            w, rows = weights2(m, u, t, dm, s, scale, ones, one, mean, dtype, NORM, F1, F2)
         elif ORDER == 3:
-            w, rows = weights3(m, u, t, dm, s, scale, ones, one, mean, dtype, NORM, SHIFTED, F1, F2)
+            w, rows = weights3(m, u, t, dm, s, scale, ones, one, mean, dtype, NORM, F1, F2)
         else:
-            w, rows = weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype, NORM, SHIFTED, F1, F2)
+            w, rows = weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype, NORM, F1, F2)
     if READY and not NORM:
         row_v = taken(row_v, MEAN, D, F1, F2)
     if not NORM:
-        rows = centre_rows(w, w, 1.0, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, False, 0.0, F1, F2, F2)
+        rows = centre_rows(w, 1.0, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, F1, F2, F2)
     return mt, w, rows
 
 
@@ -246,33 +245,18 @@ def stored_algebra(
         w = load_weights(weights, ORDER, WOFF, D, F1, F2, D, F1, F2)
         sums = sums_of(vectors, True, OFF, D, F1, F2)
         row_v = taken(row_v, MEAN, D, F1, F2)
-        rows = centre_rows(w, w, 1.0, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, False, 0.0, F1, F2, F2)
+        rows = centre_rows(w, 1.0, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, F1, F2, F2)
     return rows
 
 
 @triton.jit
-def weight_and_row(
-    m, u, t, dm, pd, s, NAME: tl.constexpr, ORDER: tl.constexpr, dtype: tl.constexpr, SHIFTED: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr,
-):  # fmt: skip
-    """`half_weight` and, SHIFTED, its product with ones, otherwise zeros."""
-    row = zeros2(F1, F2)
-    w = half_weight(m, u, t, dm, pd, s, NAME, ORDER, F2, tl.float32)
-    if SHIFTED:
-        row = sum_rows(w, F2, F2)
-    return cast4(w, dtype), row
-
-
-@triton.jit
 def weights2(
-    m, u, t, dm, s, scale, q1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr,
+    m, u, t, dm, s, scale, q1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr
 ):  # fmt: skip
     """Weights and rows of hla2: WC' and WS, the latter + s (q1 dm1' + dm1 q1') of a ratio."""
     z = zeros2(F1, F2)
     row_q = z
-    row_k = z
-    wc, row_v = weight_and_row(m, u, t, dm, dm, s, 2, 2, dtype, SHIFTED, F1, F2)
+    wc = half_weight(m, u, t, dm, dm, s, 2, 2, F2, dtype)
     if NORM:
         row_q = less_mean(row_q, wc, mean, F1, F2)
         row_q = axpy2(row_q, 1.0, matvec(cast4(m[1], tl.float32), axpy2(z, scale * u[1], one, F2), F2, F2), F2)
@@ -280,55 +264,45 @@ def weights2(
     if NORM:
         ws = rank1(ws, axpy2(z, scale, q1, F2), one, F2, F2)
         ws = rank1(ws, axpy2(z, scale, one, F2), q1, F2, F2)
-    if SHIFTED:
-        row_k = sum_rows(ws, F2, F2)
     ws = cast4(ws, dtype)
-    return (wc, ws, wc, ws, ws), (row_q, row_k, row_v)
+    return (wc, ws, wc, ws, ws), (row_q, z, z)
 
 
 @triton.jit
 def weights3(
-    m, u, t, dm, s, scale, p1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr,
+    m, u, t, dm, s, scale, p1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr
 ):  # fmt: skip
     """Weights and rows of ahla: WP' and WR', the latter + s p1 dm1' of a ratio."""
     z = zeros2(F1, F2)
-    row_q = z
     row_k = z
-    wp, row_v = weight_and_row(m, u, t, dm, dm, s, 0, 3, dtype, SHIFTED, F1, F2)
+    wp = half_weight(m, u, t, dm, dm, s, 0, 3, F2, dtype)
     if NORM:  # before WR' takes registers
         row_k = less_mean(row_k, wp, mean, F1, F2)
         row_k = axpy2(row_k, 1.0, vecmat(axpy2(z, scale * u[1], one, F2), cast4(t, tl.float32), F2, F2), F2)
     wr = half_weight(m, u, t, dm, dm, s, 3, 3, F2, tl.float32)
     if NORM:
         wr = rank1(wr, axpy2(z, scale, p1, F2), one, F2, F2)
-    if SHIFTED:
-        row_q = sum_rows(wr, F2, F2)
-        row_k = axpy2(row_k, 1.0, sum_columns(wr, F2, F2), F2)
     wr = cast4(wr, dtype)
-    return (wp, wp, wp, wr, wr), (row_q, row_k, row_v)
+    return (wp, wp, wp, wr, wr), (z, row_k, z)
 
 
 @triton.jit
 def weights4(
-    m, u, t, dm, pd, s, more, scale, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr,
+    m, u, t, dm, pd, s, more, scale, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr,
 ):  # fmt: skip
     """Weights and rows of hla3: WP', WS and WW; pd = P dM' (+ p1 dm1' of a ratio) in `more` times the units of P and
     dM'."""
-    row_k = zeros2(F1, F2)
+    z = zeros2(F1, F2)
+    row_k = z
     if NORM:  # before WP' takes registers
-        source = axpy2(row_k, scale * u[1] * u[2], one, F2)
-        row_k = vecmat(source, cast4(t, tl.float32), F2, F2)
-    wp, row_v = weight_and_row(m, u, t, dm, pd, s, 0, 4, dtype, SHIFTED, F1, F2)
+        row_k = vecmat(axpy2(z, scale * u[1] * u[2], one, F2), cast4(t, tl.float32), F2, F2)
+    wp = half_weight(m, u, t, dm, pd, s, 0, 4, F2, dtype)
     if NORM:
         row_k = less_mean(row_k, wp, mean, F1, F2)
-    ws = half_weight(m, u, t, dm, pd, s * more, 1, 4, F2, tl.float32)
-    if SHIFTED:
-        row_k = axpy2(row_k, 1.0, sum_rows(ws, F2, F2), F2)
-    ws = cast4(ws, dtype)
-    ww, row_q = weight_and_row(m, u, t, dm, pd, s * more, 4, 4, dtype, SHIFTED, F1, F2)
-    return (wp, ws, wp, wp, ww), (row_q, row_k, row_v)
+    ws = half_weight(m, u, t, dm, pd, s * more, 1, 4, F2, dtype)
+    ww = half_weight(m, u, t, dm, pd, s * more, 4, 4, F2, dtype)
+    return (wp, ws, wp, wp, ww), (z, row_k, z)
 
 
 @triton.jit
@@ -342,20 +316,6 @@ def sum_rows(a, A2: tl.constexpr, B2: tl.constexpr):
         y2 = tl.sum(a[2], 1)
         if B2 > 0:
             y2 += tl.sum(a[3], 1)
-    return y1, y2
-
-
-@triton.jit
-def sum_columns(a, A2: tl.constexpr, B2: tl.constexpr):
-    """1'a."""
-    y1 = tl.sum(a[0], 0)
-    y2 = y1
-    if A2 > 0:
-        y1 += tl.sum(a[2], 0)
-    if B2 > 0:
-        y2 = tl.sum(a[1], 0)
-        if A2 > 0:
-            y2 += tl.sum(a[3], 0)
     return y1, y2
 
 
@@ -388,9 +348,7 @@ def rows_by_memory(to, rows, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr
 
 
 @triton.jit
-def store_weights(
-    to, w, ORDER: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr
-):  # fmt: skip
+def store_weights(to, w, ORDER: tl.constexpr, WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     """Write the weights that an order has."""
     for name in tl.static_range(5):
         if has_weight(name, ORDER):

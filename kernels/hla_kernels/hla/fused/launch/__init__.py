@@ -16,7 +16,7 @@ from ..plan import paths
 from ..spec import ORDERS, operator_dtype
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
 from . import pairs
-from .call import BLOCK, Call, Outs, Saved, pad, placed, staged, unfused
+from .call import BLOCK, Call, Outs, Saved, pad, placed, unfused
 
 
 def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
@@ -30,7 +30,7 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     launch(
         head_forward, call.bh,
         q, k, v, o, *to, *at, call.n, call.h, call.g, call.scale, spec.eps, ALIGN=a, SAVE=save,
-        **call.pick("NORM", "FMAP"), **call.sizes(), **call.tiles(plan.head_config, "forward", spec, call.w, q.dtype),
+        **call.pick("NORM"), **call.sizes(), **call.tiles(plan.head_config, "forward", spec, call.w, q.dtype),
     )  # fmt: skip
 
 
@@ -46,30 +46,29 @@ def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None
     )  # fmt: skip
 
 
-def prepare(call: Call, buffer: Tensor, rest: bool) -> Saved:
-    """Compute the moments and the operator: reduce, combine (for several parts), middle. rest: for a backward."""
+def prepare(call: Call, buffer: Tensor) -> Saved:
+    """Compute the moments and the operator: reduce, combine (for several parts), middle."""
     saved = Saved.of(buffer, call)
-    partial, parts = reduce_call(call, saved.state, rest, True)
+    partial, parts = reduce_call(call, saved.state, True)
     if parts > 1:
         combine_call(call, partial, parts, saved.state)
     middle_call(call, saved, parts == 1 and plan.reduce_roles(call.spec, call.w, call.q.dtype) == 1)
     return saved
 
 
-def reduce_call(call: Call, out: Tensor | None, rest: bool, final: bool) -> tuple[Tensor | None, int]:
-    """Compute the sums of parts of heads, and the features of the call if it keeps them. Return the parts and their
-    number; a single part is `out`, scaled and centred if `final`."""
-    q, k, v, spec, features = call.q, call.k, call.v, call.spec, call.features
-    config = call.tiles(plan.reduce_config, spec, call.w, q.dtype, features[0] is not None)
+def reduce_call(call: Call, out: Tensor | None, final: bool) -> tuple[Tensor | None, int]:
+    """Compute the sums of parts of heads. Return the parts and their number; a single part is `out`, scaled and centred
+    if `final`."""
+    q, k, v, spec = call.q, call.k, call.v, call.spec
+    config = call.tiles(plan.reduce_config, spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     partial = out if parts == 1 else call.buffer(parts, call.bh, call.lay.k)
-    at, a = placed(q, k, v, *features)
+    at, a = placed(q, k, v)
     roles = plan.reduce_roles(spec, call.w, q.dtype)
     launch(
         reduce_moments, call.bh * parts * roles,
-        q, k, v, partial, *features, *at, call.n, call.h, call.g, parts, chunk, call.bh, call.scale, spec.ridge,
-        ALIGN=a, REST=spec.digits(q.dtype, rest), FINAL=final and parts == 1, ROLES=roles,
-        KEEP=features[0] is not None, **call.flags, **call.sizes(), **staged(config), **unfused(call),
+        q, k, v, partial, *at, call.n, call.h, call.g, parts, chunk, call.bh, call.scale, spec.ridge, ALIGN=a,
+        FINAL=final and parts == 1, ROLES=roles, **call.flags, **call.sizes(), **config, **unfused(call),
     )  # fmt: skip
     return partial, parts
 
@@ -80,10 +79,9 @@ def combine_call(call: Call, partial: Tensor | None, parts: int, state: Tensor |
     blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
     launch(
         combine, call.bh * blocks,
-        partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=spec.sums or call.shifted, FD=lay.fd,
-        DV=lay.dv, OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK,
-        ONES=spec.normalize or spec.mean_path,
-        **call.pick("ORDER", "NORM", "CENTER", "FMAP", "RIDGE"),
+        partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=spec.sums, FD=lay.fd, DV=lay.dv,
+        OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK, ONES=spec.normalize or spec.mean_path,
+        **call.pick("ORDER", "CENTER", "RIDGE"),
     )  # fmt: skip
 
 
@@ -112,11 +110,7 @@ def split_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     buffer = saved if save else room_of(call)
     if pairs.paired(call):
         return pairs.forward(call, o, buffer, save)
-    of = prepare(call, buffer, save)
-    fq, fk = call.features
-    if fq is not None and fk is not None:
-        call = Call(call.spec.of_features(), fq, fk, call.v, call.coefficients, call.seqs)
-    apply_call(call, o, of)
+    apply_call(call, o, prepare(call, buffer))
 
 
 def room_of(call: Call) -> Tensor:
@@ -133,14 +127,14 @@ def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
     launch(
         apply, call.bh * parts,
         q, o, saved.state, saved.matrix, *at, call.n, call.h, parts, chunk, call.spec.eps, ALIGN=a,
-        **call.pick("NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
+        **call.pick("NORM", "CENTER", "MEAN"), **call.sizes(), **config,
     )  # fmt: skip
 
 
 def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> Tensor:
     """Return dM, dm1 and sum g of every head [B * H, KG]; fill `ratio`."""
-    q, lay, digits = call.q, call.lay, call.spec.digits(call.q.dtype, True)
-    twice = plan.divides(call.spec, call.w, q.dtype) and digits == 0
+    q, lay = call.q, call.lay
+    twice = plan.divides(call.spec, call.w, q.dtype)
     if ratio is not None and twice:
         divide(call, g, saved, ratio, None)
     config = call.tiles(plan.readout_config, call.spec, call.w, q.dtype)
@@ -148,12 +142,11 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
     at, a = placed(q, g)
     grads = call.buffer(call.bh, lay.kg)
     partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.kg)
-    sums = call.spec.mean_path or call.spec.center == "qk" or call.shifted
     launch(
         reduce_readout, call.bh * parts,
         q, g, saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh, call.spec.eps,
-        SUMS=sums, ALIGN=a, KG=lay.kg, TURNED=call.turned, REST=digits, DIVIDED=twice,
-        **call.pick("ORDER", "NORM", "CENTER", "FMAP"), **call.sizes(), **staged(config),
+        SUMS=call.spec.mean_path or call.spec.center == "qk", ALIGN=a, KG=lay.kg, TURNED=call.turned, DIVIDED=twice,
+        **call.pick("ORDER", "NORM"), **call.sizes(), **config,
     )  # fmt: skip
     add_parts_call(call, partial, parts, grads)
     return grads
@@ -170,11 +163,11 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     launch(
         middle_grads_value, call.bh * blocks,
         saved.state, grads, weights, rows, call.coefficients, *scalars,
-        **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **common,
+        **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **common,
     )  # fmt: skip
     blocks = -(-lay.fd // sizes["BR"])
     dc = call.buffer(call.b, call.h, blocks, 4) if call.spec.learned else None
-    common |= call.pick("ORDER", "NORM", "CENTER", "FMAP")
+    common |= call.pick("ORDER", "NORM", "CENTER")
     order = ORDERS[call.spec.op]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
     if order > 1 or call.spec.sums:
@@ -189,7 +182,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     if order >= 4:
         launch(
             middle_grads_pair, call.bh * blocks * 2,
-            saved.state, grads, weights, rows, call.coefficients, dc, cross, *scalars, **common,
+            saved.state, grads, weights, call.coefficients, dc, cross, *scalars, **common,
         )  # fmt: skip
     return weights, rows, dc
 
@@ -203,7 +196,7 @@ def split_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Ten
             pairs.forward(call, torch.empty_like(g, memory_format=torch.contiguous_format), buffer, True)
         pairs.backward(call, g, outs, buffer)
         return None
-    of = Saved.of(buffer, call) if filled else prepare(call, buffer, True)
+    of = Saved.of(buffer, call) if filled else prepare(call, buffer)
     ratio = call.ratio()
     weights, rows, dc = middle_grads(call, readout_grad(call, g, of, ratio), of)
     apply_grads_call(call, g, outs, of, ratio, weights, rows, False)
@@ -225,8 +218,7 @@ def apply_grads_call(
     many = call.own() and not paths.few_heads(call.planned, call.most)
     once = many and paths.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
     config = call.tiles(plan.apply_config, "backward", call.spec, call.w, q.dtype, once, call.g > 1)
-    maps = call.spec.normalize and paths.mapped(call.spec) and paths.summed(call.spec)
-    long = paths.cut(call.w) and (maps or call.spec.op == "polynomial")
+    long = paths.cut(call.w) and call.spec.op == "polynomial"
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], long)
     at, a = placed(q, k, v, g, *outs)
     launch(
@@ -234,7 +226,7 @@ def apply_grads_call(
         q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, *at, call.n, call.h, call.g, parts, chunk,
         ALIGN=a, WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done,
         TILED=plan.tiles_of_ones(call.spec, call.w, rows_done),
-        **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP"), **call.sizes(), **config,
+        **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **call.sizes(), **config,
     )  # fmt: skip
 
 
@@ -248,7 +240,7 @@ def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None
     launch(
         divide_grads, call.bh * parts,
         q, g, dq, saved.state, saved.matrix, ratio, *at, call.n, call.h, parts, chunk, call.spec.eps, ALIGN=a,
-        **call.pick("FMAP"), **call.sizes() | plan.halves(call.w), **config,
+        **call.sizes() | plan.halves(call.w), **config,
     )  # fmt: skip
 
 
@@ -266,8 +258,7 @@ def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> No
         launch(
             token_grads, call.bh,
             q, k, v, g, *outs, saved.state, saved.matrix, *at, call.n, call.h, call.g, call.scale, spec.eps, ALIGN=a,
-            **call.pick("FMAP"), **call.sizes(),
-            **call.tiles(plan.query_config, call.w),
+            **call.sizes(), **call.tiles(plan.query_config, call.w),
         )  # fmt: skip
         return
     first_key_call(call, outs, saved, first_query_call(call, g, outs[0], saved))
@@ -287,7 +278,7 @@ def first_query_call(call: Call, g: Tensor, dq: Tensor, saved: Saved) -> Tensor:
     launch(
         query_grads, call.bh * parts,
         q, g, dq, saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh,
-        spec.eps, ALIGN=a, **call.pick("FMAP"), **call.sizes(), **config,
+        spec.eps, ALIGN=a, **call.sizes(), **config,
     )  # fmt: skip
     add_parts_call(call, partial, parts, grads)
     return grads
@@ -302,7 +293,7 @@ def first_key_call(call: Call, outs: Outs, saved: Saved, grads: Tensor) -> None:
     launch(
         key_grads, call.bh * parts,
         k, v, *outs[1:], saved.state, grads, *at, call.n, call.h, call.g, parts, chunk, call.scale, ALIGN=a,
-        **call.pick("FMAP"), **call.sizes(), **config,
+        **call.sizes(), **config,
     )  # fmt: skip
 
 

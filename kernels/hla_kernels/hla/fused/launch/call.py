@@ -14,7 +14,6 @@ from ..spec import Spec, alignment, layout, operator_dtype, strides, widths
 
 BLOCK = 1024
 Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
-Features = tuple[Tensor | None, Tensor | None]  # phi(q) and phi(k) (minus their shift) saved by a forward, or None
 
 
 class Saved(NamedTuple):
@@ -43,11 +42,6 @@ def unfused(call: Call) -> dict[str, bool]:
     return {"enable_fp_fusion": False} if call.spec.normalize else {}
 
 
-def staged(config: dict[str, int]) -> dict[str, int]:
-    """Return the tiles of a pass of sums, whose kernel also needs the number of stages."""
-    return {**config, "STAGES": config["num_stages"]}
-
-
 class Call:
     """Sizes and constexpr arguments shared by the launches of a call."""
 
@@ -64,16 +58,12 @@ class Call:
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
         self.planned = plan.planned(self.bh)
         self.w = widths(q.shape[3], v.shape[3])
-        self.flags = spec.flags(q.dtype)
+        self.flags = spec.flags()
         self.prec = plan.precisions(spec, self.w, q.dtype, self.most, self.planned)
         self.scale = spec.scale_of(self.most)
-        # float16 weights are cast where they are used, in units of a power of two; those that rows are taken of there
-        # after that
-        self.shifted = spec.shifted(q.dtype)
-        late = q.dtype == torch.float16 or (self.shifted and not spec.normalize)
-        self.weights_dtype = torch.float32 if late else q.dtype
+        # float16 weights are cast where they are used, in units of a power of two
+        self.weights_dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
         self.lay = layout(spec, self.w)
-        self.features: Features = (None, None)
         # products with C read dM along V, the others dM' along F
         self.turned = spec.op in ("hla2", "polynomial")
 

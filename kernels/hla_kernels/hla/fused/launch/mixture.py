@@ -10,7 +10,7 @@ from ..heads.mixture import mixture_forward, mixture_moments, mixture_operator
 from ..heads.mixture.weights import mixture_products, mixture_weights
 from ..plan.special import MATRICES, mixture_config
 from . import apply_call, apply_grads_call
-from .call import Call, Outs, Saved, area, half_room, placed, staged, unfused
+from .call import Call, Outs, Saved, area, half_room, placed, unfused
 
 
 def square(call: Call) -> dict:
@@ -51,7 +51,7 @@ def mixture_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
             SAVE=saved.numel() > 0, **means(call), **square(call), **tiles(call, "forward"),
         )  # fmt: skip
         return
-    moments_call(call, kept, units, vectors, "moments", 0)
+    moments_call(call, kept, units, vectors)
     launch(
         mixture_operator, call.bh,
         kept, units, matrix, call.coefficients, call.h, **square(call), **tiles(call, "operator"),
@@ -60,14 +60,14 @@ def mixture_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     apply_call(call, o, Saved(vectors, matrix))
 
 
-def moments_call(call: Call, kept: Tensor, units: Tensor, vectors: Tensor, name: str, fmap: int) -> None:
-    """Fill the moments, their units and the sums of tokens; name: of the tiles."""
+def moments_call(call: Call, kept: Tensor, units: Tensor, vectors: Tensor) -> None:
+    """Fill the moments, their units and the sums of tokens."""
     q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v)
     launch(
         mixture_moments, 3 * call.bh,
-        q, k, v, kept, units, vectors, *at, call.n, call.h, call.scale, ALIGN=a, FMAP=fmap, **means(call),
-        **square(call), **staged(tiles(call, name)),
+        q, k, v, kept, units, vectors, *at, call.n, call.h, call.scale, ALIGN=a, **means(call), **square(call),
+        **tiles(call, "moments"),
     )  # fmt: skip
 
 

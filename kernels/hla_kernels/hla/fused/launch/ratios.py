@@ -1,4 +1,4 @@
-"""Launches of `polynomial` as a ratio of features.
+"""Launches of `polynomial` as a ratio.
 
 Moments, operator and algebra of the backward by `heads.mixture`, sums of the backward by `split.reduce_readout`.
 """
@@ -17,7 +17,7 @@ from .mixture import kept_of, moments_call, square, tiles, weights_call
 def ratio_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """Three launches: o, and what a backward needs unless `saved` is empty."""
     kept, units, vectors, matrix = kept_of(call, saved)
-    moments_call(call, kept, units, vectors, "features", call.flags["FMAP"])
+    moments_call(call, kept, units, vectors)
     lay = call.lay = call.lay.vectors()
     launch(
         ratio_operator, call.bh,

@@ -19,7 +19,7 @@ from ..heads.summed import (
 )
 from ..plan import sums
 from . import apply_grads_call
-from .call import Call, Outs, Saved, area, half_room, placed, staged
+from .call import Call, Outs, Saved, area, half_room, placed
 
 
 class Kept(NamedTuple):
@@ -56,7 +56,7 @@ def summed_widths(call: Call) -> dict:
     lay = call.lay.vectors()
     kept = {"OFF": lay.off, "K": lay.k, "KF": plan.factors(call.spec) * area(call)}
     w = {name: call.w[name] for name in ("D", "F1", "F2")}
-    return {**w, **kept, **call.pick("ORDER", "NORM", "CENTER", "MEAN", "FMAP")}
+    return {**w, **kept, **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
 
 
 def room_of(call: Call, g: Tensor) -> tuple[Tensor, int]:
@@ -67,16 +67,14 @@ def room_of(call: Call, g: Tensor) -> tuple[Tensor, int]:
 
 
 def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """Compute o from q, k, v in one launch; store tensors for the backward unless `saved` is empty, and features if any
-    are saved."""
-    q, k, v, features = call.q, call.k, call.v, call.features
+    """Compute o from q, k, v in one launch; store tensors for the backward unless `saved` is empty."""
+    q, k, v = call.q, call.k, call.v
     save = saved.numel() > 0
     kept = Kept.of(saved, call) if save else Kept.none(call, o)
-    at, a = placed(q, k, v, o, *features)
+    at, a = placed(q, k, v, o)
     launch(
-        summed_forward, call.bh, q, k, v, o, *features, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
-        SAVE=save, KEEP=features[0] is not None, PREC=call.prec["PREC"], **summed_widths(call),
-        **staged(call.tiles(sums.forward_config, call.spec, call.w, call.most, save)),
+        summed_forward, call.bh, q, k, v, o, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a, SAVE=save,
+        PREC=call.prec["PREC"], **summed_widths(call), **call.tiles(sums.forward_config, call.spec, call.w, call.most),
     )  # fmt: skip
 
 
@@ -122,7 +120,7 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
     parts = call.buffer(call.bh, count, lay.fd, lay.dv) if count > 1 else None
     sizes = {**summed_widths(call), "KR": length}
     prec = call.prec["PREC"]
-    short = {x: sizes[x] for x in ("ORDER", "NORM", "MEAN", "FMAP", "D", "F1", "F2", "OFF", "K", "KR")}
+    short = {x: sizes[x] for x in ("ORDER", "NORM", "MEAN", "D", "F1", "F2", "OFF", "K", "KR")}
     launch(
         summed_queries, call.bh * count, q, g, ratio, kept.vectors, kept.matrix, kept.units, room, parts, ones, *at,
         call.n, call.h, chunk, call.spec.eps, ALIGN=a, PREC=prec, PARTS=count, **short, **sums.SUMS,

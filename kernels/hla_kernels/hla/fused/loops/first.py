@@ -1,8 +1,7 @@
-"""Gradients of the first-order ratio o = phi(q) M / phi(q).m1, in two passes over tokens.
+"""Gradients of the first-order ratio o = q M / q.m1, in two passes over tokens.
 
 The pass over queries computes dq (`ratio.sum_ratio`) and sums dM and dm1. The pass over keys reads these sums:
-dv = s phi(k) dM, dk = s (v dM' + dm1') phi'(k). Every token is read once (queries of wide heads twice, see `wide`), and
-no features are saved.
+dv = s k dM, dk = s (v dM' + dm1'). Every token is read once (queries of wide heads twice, see `wide`).
 """
 
 import triton
@@ -10,7 +9,6 @@ import triton.language as tl
 
 from ..algebra import cast_weights
 from ..heads import at_head
-from ..maps import is_shifted, ones2, phi32, phi_grad
 from ..tiles import (
     axpy2,
     cast4,
@@ -24,7 +22,6 @@ from ..tiles import (
     trans4,
     vecmat,
     zero_rows,
-    zeros2,
 )
 from .extent import alive, longest, place, span, upto
 from .ratio import sum_ratio
@@ -40,10 +37,9 @@ NO_SPECIALIZE = [
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_grads(
-    q, g, dq, state, matrix, ratio, out, qs, gs, dqs, N, H, PARTS, chunk, heads, eps, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr,
+    q, g, dq, state, matrix, ratio, out, qs, gs, dqs, N, H, PARTS, chunk, heads, eps, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, and partial dM' [V, F] and dm1 [F] in out [PARTS, B * H, V F + F], of one part of one head.
 
@@ -61,13 +57,13 @@ def query_grads(
     m1 = load_vec(state + OFF[8], FD, F1, F2)
     if ratio is not None:
         dm, dm1 = sum_divided(
-            q, g, qn, gn, lo, hi, m1, eps, ratio + head * 2 * most, FMAP, D, F1, F2, DV, V1, V2, BN, PREC
+            q, g, qn, gn, lo, hi, m1, ratio + head * 2 * most, D, F1, F2, DV, V1, V2, BN, PREC
         )
     else:
         m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
         dm, dm1 = sum_ratio(
             q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, lo, hi, m, m1,
-            load_vec(state + OFF[9], DV, V1, V2), eps, q, 1, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+            load_vec(state + OFF[9], DV, V1, V2), eps, q, 1, True, D, F1, F2, DV, V1, V2, BN, PREC,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F1, F2)
     out += (part.to(tl.int64) * heads + head) * (DV * FD + FD)
@@ -77,10 +73,9 @@ def query_grads(
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def divide_grads(
-    q, g, dq, state, matrix, ratio, qs, gs, dqs, N, H, PARTS, chunk, eps, FMAP: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    q, g, dq, state, matrix, ratio, qs, gs, dqs, N, H, PARTS, chunk, eps, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute ratio [B * H, N, 2] of one part of one head, and dq unless it is None."""
     b, h, part = place(H, PARTS)
@@ -96,26 +91,21 @@ def divide_grads(
     divide_queries(
         at_head(q, qs, at, h, ALIGN), at_head(g, gs, at, h, ALIGN), to, qs[1] * ALIGN, gs[1] * ALIGN, dqs[1] * ALIGN,
         lo, upto(lo + chunk, N), m, state + OFF[8], load_vec(state + OFF[9], DV, V1, V2), eps,
-        ratio + head * 2 * most, dq is not None, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+        ratio + head * 2 * most, dq is not None, D, F1, F2, DV, V1, V2, BN, PREC,
     )  # fmt: skip
 
 
 @triton.jit
 def write_keys(
-    k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-    PAIRS: tl.constexpr,
+    k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of tokens lo..hi from the full dM' and dm1 (PAIRS: before `end_pairs`); row: the common part of
     v, which cancels exactly with the same rounded weights."""
     dtype: tl.constexpr = k.dtype.element_ty
     w = scale4(dm, scale)
-    row_v = zeros2(V1, V2)
-    if is_shifted(FMAP):  # what the shift of features f + 1 adds to every dv
-        row_v = vecmat(ones2(D, F1, F2), trans4(w), F2, V2)
     w, unit = cast_weights((w, w, w, w, w), 1, dtype, F2, V2)
     w = w[0]
-    row_v = common_row((row_v[0] / unit, row_v[1] / unit), dtype, V2)
     scale = scale / unit
     common = (-row[0], -row[1])
     row_k = (dm1[0] * scale, dm1[1] * scale)
@@ -133,29 +123,17 @@ def write_keys(
         live = alive(start + i, hi)
         tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
         tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
-        if F1 <= 64:  # while tokens are transformed; 128 channels leave no registers for it
-            gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, ones, F2), tv, w, V2, F2, PREC)
-        pk = phi32(tk, live, FMAP, D, F1, F2)  # from features before rounding
-        fk = (pk[0].to(dtype), pk[1].to(dtype))
-        gv = zero_rows(BN, V1, V2)
-        if is_shifted(FMAP):
-            gv = add_common(gv, row_v, ones, V2)
-        gv = in_units(rowmul(gv, fk, trans4(w), F2, V2, PREC), unit, V2)
-        if F1 > 64:
-            store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
-            gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, ones, F2), tv, w, V2, F2, PREC)
-        gk = phi_grad(pk, in_units(gk, unit, F2), FMAP, F2)
-        store_tokens(dk + (zero + start) * dkn, i, dkn, live, gk, D, F1, F2)
-        if F1 <= 64:
-            store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
+        gv = in_units(rowmul(zero_rows(BN, V1, V2), tk, trans4(w), F2, V2, PREC), unit, V2)
+        store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
+        gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, ones, F2), tv, w, V2, F2, PREC)
+        store_tokens(dk + (zero + start) * dkn, i, dkn, live, in_units(gk, unit, F2), D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def key_grads(
-    k, v, dk, dv, state, grads, ks, vs, dks, dvs, N, H, G, PARTS, chunk, scale, FMAP: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    k, v, dk, dv, state, grads, ks, vs, dks, dvs, N, H, G, PARTS, chunk, scale, ALIGN: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one part of one head from the summed dM' and dm1 of `query_grads`."""
     b, h, part = place(H, PARTS)
@@ -167,16 +145,15 @@ def key_grads(
         at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
         at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, lo,
         upto(lo + chunk, N), load4(grads, DV, V1, V2, FD, F1, F2, FD, 1), load_vec(grads + DV * FD, FD, F1, F2),
-        load_vec(state + head * K + OFF[9], DV, V1, V2), scale, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, False,
+        load_vec(state + head * K + OFF[9], DV, V1, V2), scale, D, F1, F2, DV, V1, V2, BN, PREC, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def token_grads(
-    q, k, v, g, dq, dk, dv, state, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, eps, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, g, dq, dk, dv, state, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, eps, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Run `query_grads` and `key_grads` of one head, with the sums in registers."""
     pid = tl.program_id(0)
@@ -191,7 +168,7 @@ def token_grads(
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     dm, dm1 = sum_ratio(
         q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, 0, N, m,
-        load_vec(state + OFF[8], FD, F1, F2), row, eps, q, 1, True, FMAP, D, F1, F2, DV, V1, V2, BN, PREC,
+        load_vec(state + OFF[8], FD, F1, F2), row, eps, q, 1, True, D, F1, F2, DV, V1, V2, BN, PREC,
     )  # fmt: skip
     PAIRS: tl.constexpr = alike(BN, F2, V1, V2)
     if not PAIRS:
@@ -199,5 +176,5 @@ def token_grads(
     write_keys(
         at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
         at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, dm, dm1,
-        row, scale, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, PAIRS,
+        row, scale, D, F1, F2, DV, V1, V2, BN, PREC, PAIRS,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_shifted
 from .extent import means
 
 NO_SPECIALIZE = ["N", "PARTS", "heads", "scale", "ridge", "n"]
@@ -12,11 +11,10 @@ NO_SPECIALIZE = ["N", "PARTS", "heads", "scale", "ridge", "n"]
 @triton.jit
 def combine_section(
     parts, out, step, PARTS, block, scale, n, ridge, START: tl.constexpr, LEN: tl.constexpr, COLS: tl.constexpr,
-    OA: tl.constexpr, OB: tl.constexpr, CENTRED: tl.constexpr, RIDGE: tl.constexpr, SHIFTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OA: tl.constexpr, OB: tl.constexpr, CENTRED: tl.constexpr, RIDGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[e] = scale (sum over parts - sum a[i] sum b[j] / n) + ridge [i = j] for BLOCK elements e = i COLS + j of a
-    section; SHIFTED elements have n added."""
+    section."""
     e = block * BLOCK + tl.arange(0, BLOCK)
     live = e < LEN
     total = tl.zeros([BLOCK], tl.float32)
@@ -33,15 +31,14 @@ def combine_section(
     total *= scale
     if RIDGE:
         total += tl.where(e // COLS == e % COLS, ridge, 0.0)
-    total += tl.where(e < SHIFTED, n, 0.0)
     tl.store(out + START + e, total, mask=live)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def combine(
     parts, state, PARTS, heads, scale, n, ridge, ORDER: tl.constexpr, ONES: tl.constexpr, CENTER: tl.constexpr,
-    NORM: tl.constexpr, FMAP: tl.constexpr, RIDGE: tl.constexpr, SUMS: tl.constexpr, FD: tl.constexpr,
-    DV: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    RIDGE: tl.constexpr, SUMS: tl.constexpr, FD: tl.constexpr, DV: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the parts [PARTS, B * H, K] of `reduce_moments` in order; scale, centre and ridge the moments."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -56,25 +53,22 @@ def combine(
     BOTH: tl.constexpr = CENTER == 2
     if ORDER != 2:
         combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[0], FV, DV, OFF[6], OFF[7], KEY or ONES, False, 0, BLOCK
+            p, o, step, PARTS, block, scale, n, ridge, OFF[0], FV, DV, OFF[6], OFF[7], KEY or ONES, False, BLOCK
         )
     if ORDER == 2 or ORDER >= 4:
-        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[1], FF, FD, OFF[6], OFF[6], KEY, RIDGE, 0, BLOCK)
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[1], FF, FD, OFF[6], OFF[6], KEY, RIDGE, BLOCK)
     if ORDER == 2 or ORDER == 5:
         combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[2], FV, DV, OFF[5], OFF[7], BOTH or ONES, False, 0, BLOCK
+            p, o, step, PARTS, block, scale, n, ridge, OFF[2], FV, DV, OFF[5], OFF[7], BOTH or ONES, False, BLOCK
         )
     if ORDER == 3 or ORDER == 5:
-        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[3], FF, FD, OFF[6], OFF[5], KEY, RIDGE, 0, BLOCK)
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[3], FF, FD, OFF[6], OFF[5], KEY, RIDGE, BLOCK)
     if ORDER >= 4:
         combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[4], FF, FD, OFF[5], OFF[5], BOTH, False, 0, BLOCK
+            p, o, step, PARTS, block, scale, n, ridge, OFF[4], FF, FD, OFF[5], OFF[5], BOTH, False, BLOCK
         )
     if SUMS:
-        MORE: tl.constexpr = 2 * FD if NORM and is_shifted(FMAP) else 0
-        combine_section(
-            p, o, step, PARTS, block, 1.0, n, ridge, OFF[5], 2 * FD + DV, 1, 0, 0, False, False, MORE, BLOCK
-        )
+        combine_section(p, o, step, PARTS, block, 1.0, n, ridge, OFF[5], 2 * FD + DV, 1, 0, 0, False, False, BLOCK)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -84,5 +78,5 @@ def add_parts(parts, out, PARTS, heads, LEN: tl.constexpr, K: tl.constexpr, BLOC
     block = tl.program_id(0) % BLOCKS
     combine_section(
         parts + head * K, out + head * K, heads.to(tl.int64) * K, PARTS, block, 1.0, 1.0, 0.0, 0, LEN, 1, 0, 0, False,
-        False, 0, BLOCK,
+        False, BLOCK,
     )  # fmt: skip

@@ -3,61 +3,10 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_plain, is_shifted, ones2, phi32, phi_grad, power_of_two
-from ..tiles import (
-    add_dot,
-    axpy2,
-    cast4,
-    load_rows,
-    rank1,
-    rowdot,
-    scale4,
-    trans4,
-    zeros2,
-    zeros4,
-)
+from ..tiles import add_dot, axpy2, cast4, load_rows, power_of_two, rowdot, scale4, trans4, zeros4
 from .extent import alive, anew
 from .stores import put_ratio, store_tokens
-from .sums import add_total, begin_total, end_total
-from .vectors import add_pairs, as_row, begin_pairs, beside, columns, laid, once, reciprocal, times_vector
-
-
-@triton.jit
-def ratio_base(
-    m, m1, row, eps, D: tl.constexpr, SHIFTED: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
-    ANCHORED: tl.constexpr = False,
-):  # fmt: skip
-    """(b, e) of a ratio o = (f m + b) / (f.m1 + e) + row of tokens f: -eps row and eps, and `shifted_base` more."""
-    base = (-eps * row[0], -eps * row[1])
-    more, e = shifted_base(m, m1, D, SHIFTED, F1, F2, V2, ANCHORED)
-    if SHIFTED and not ANCHORED:
-        base = axpy2(base, 1.0, more, V2)
-    return base, eps + e
-
-
-@triton.jit
-def shifted_base(
-    m, m1, D: tl.constexpr, SHIFTED: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
-    ANCHORED: tl.constexpr = False,
-):  # fmt: skip
-    """Return (1'm, 1'm1) where the features are f + 1 (SHIFTED), else zeros. ANCHORED at the features 1: 1'm is zero
-    before m is rounded."""
-    base = zeros2(m[0].shape[1], V2)
-    e = 0.0
-    one = ones2(D, F1, F2)
-    if SHIFTED and not ANCHORED:
-        base1 = tl.sum(m[0].to(tl.float32), 0)
-        base2 = base1
-        if F2 > 0:
-            base1 += tl.sum(m[2].to(tl.float32), 0)
-        if V2 > 0:
-            base2 = tl.sum(m[1].to(tl.float32), 0)
-        if F2 > 0 and V2 > 0:
-            base2 += tl.sum(m[3].to(tl.float32), 0)
-        base = (base1, base2)
-    if SHIFTED:
-        e = tl.sum(rowdot(as_row(one), as_row(m1), F2))
-    return base, e
+from .vectors import add_pairs, as_row, begin_pairs, beside, columns, reciprocal, times_vector
 
 
 @triton.jit
@@ -94,12 +43,6 @@ def end_outer(acc, X2: tl.constexpr):
     if X2 > 0:
         a21 = tl.trans(acc[2])
     return acc[0], acc[1], a21, acc[3]
-
-
-@triton.jit
-def column_of(m, C: tl.constexpr):
-    """Column C of a block."""
-    return tl.sum(tl.where((tl.arange(0, m.shape[1]) == C)[None, :], m, 0.0), 1)
 
 
 @triton.constexpr_function
@@ -156,7 +99,7 @@ def readout_columns(mt, x, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexp
 
 @triton.jit
 def pull(g, mt, cols, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
-    """What `against` takes of a tile of gradients g of outputs (f m + b) / (f.m1 + e) + row of `ratio_base`: r = g M'
+    """What `against` takes of a tile of gradients g of outputs (f m + b) / (f.m1 + eps) + row, b = -eps row: r = g M'
     and g.b (none where b is in M'); mt and cols: `readout_columns` of M' and b."""
     SPARE: tl.constexpr = spare(D, F1, F2, g[0].dtype)
     y = 0.0
@@ -187,10 +130,9 @@ def against(f, pulled, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F
 
 
 @triton.jit
-def query_gradient(f, r, inverse, d, m1, FMAP: tl.constexpr, F2: tl.constexpr):
+def query_gradient(r, inverse, d, m1, F2: tl.constexpr):
     """Return dq of the first order from `pull` and d = d loss / d den times den."""
-    gq = axpy2((r[0] * inverse[:, None], r[1] * inverse[:, None]), (d * inverse)[:, None], as_row(m1), F2)
-    return phi_grad(f, gq, FMAP, F2)
+    return axpy2((r[0] * inverse[:, None], r[1] * inverse[:, None]), (d * inverse)[:, None], as_row(m1), F2)
 
 
 @triton.jit
@@ -210,49 +152,42 @@ def part_product(x, m1, m2, K2: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
+def total_of(x, D2: tl.constexpr):
+    """Return the sum of the absolute values of a vector."""
+    out = tl.sum(tl.abs(x[0]))
+    if D2 > 0:
+        out += tl.sum(tl.abs(x[1]))
+    return out
+
+
+@triton.jit
 def sum_ratio(
-    q, g, dq, qn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, WRITE: tl.constexpr,
-    FMAP: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, ANCHORED: tl.constexpr = False,
+    q, g, dq, qn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, WRITE: tl.constexpr, D: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """Return (dM' = Sum g (phi(q) / den)', dm1 = Sum (d loss / d den) phi(q)) over tokens lo..hi, dm1 for `end_pairs`.
+    """Return (dM' = Sum g (q / den)', dm1 = Sum (d loss / d den) q) over tokens lo..hi, dm1 for `end_pairs`.
 
-    Apart from r = M g, with the rows of dq, everything is elementwise per query: den = phi(q).m1, g.y = phi(q).r.
-    WRITE: dq = (r - (g.o) m1) / den phi'(q), which is complete if M depends on keys only; otherwise 1 / den and
-    d loss / d den of every token are stored in ratio [*, 2].
-
-    The common part of all queries, c = 1 / 1'm1 (the value for phi(q) = 1), is subtracted from phi(q) / den before it
-    is rounded.
-    ANCHORED as in `ratio_base`.
+    Apart from r = M g, with the rows of dq, everything is elementwise per query: den = q.m1, g.y = q.r. o = (q M -
+    eps row) / (den + eps) + row.
+    WRITE: dq = (r - (g.o) m1) / den, which is complete if M depends on keys only; otherwise 1 / den and d loss / d den
+    of every token are stored in ratio [*, 2].
     """
-    SHIFTED: tl.constexpr = is_shifted(FMAP)
     dtype: tl.constexpr = q.dtype.element_ty
-    one = ones2(D, F1, F2)
     unit = 1.0
     if dtype == tl.float16:  # 1 / den of a higher order is too small for float16
-        unit = power_of_two(tl.sum(rowdot(as_row((tl.abs(m1[0]), tl.abs(m1[1]))), as_row(one), F2)))
-    base, e = ratio_base(m, m1, row, eps, D, SHIFTED, F1, F2, V2, ANCHORED)
-    c = 0.0
-    if SHIFTED:
-        c = tl.where(e == 0.0, 0.0, 1.0 / e)
+        unit = power_of_two(total_of(m1, F2))
     SPARE: tl.constexpr = spare(D, F1, F2, dtype)
     # dm1 is a row of dM' too, but for coefficients whose gradient it nearly cancels in
     NUMBER: tl.constexpr = SPARE and spare(DV, V1, V2, dtype) and ORDER < 5
-    mt, cols = readout_columns(trans4(cast4(m, dtype)), base, dtype, D, F1, F2, V2)
+    mt, cols = readout_columns(trans4(cast4(m, dtype)), (-eps * row[0], -eps * row[1]), dtype, D, F1, F2, V2)
     ones = cols
-    # of v = 1: of features as they were rounded a product, which holds no registers from turn to turn
-    BY_PRODUCT: tl.constexpr = NUMBER and is_plain(FMAP)
-    if BY_PRODUCT:
+    if NUMBER:  # of v = 1: a product holds no registers from turn to turn
         ones = columns(m1, dtype, F2)
-    column = tl.arange(0, one[1].shape[0])[None, :] - (D - F1)
-    # features are evaluated again when what needs all of a row is known: until then tokens take half their registers
-    TWICE: tl.constexpr = SPARE and WRITE
     # pointers, which take fewer registers than products of strides
     MOVING: tl.constexpr = WRITE or (F2 > 0 and ORDER == 5)
     dm = begin_outer(V1, V2, F1, F2)
     dm1 = begin_pairs(BN, F1, F2)
-    sg = begin_total(dtype, BN, V1, V2, SHIFTED and not SPARE)
-    sd = tl.zeros([BN], tl.float32)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     gp = g + (zero + lo) * gn
@@ -269,54 +204,27 @@ def sum_ratio(
             tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
             tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
         # products first: what needs them waits the less, the later it comes
-        if SHIFTED and not SPARE:
-            sg = add_total(sg, tg, V2, True)
         pulled = pull(tg, mt, cols, D, F1, F2, V2, PREC)
-        if TWICE:
-            tq = (laid(tq[0], pulled[0]), laid(tq[1], pulled[1]))
-        f, r, y = against(phi32(tq, live, FMAP, D, F1, F2), pulled, dtype, D, F1, F2)
-        if BY_PRODUCT:
-            inverse = reciprocal(times_vector((f[0].to(dtype), f[1].to(dtype)), ones, F2) + e, live, dtype)
+        if NUMBER:
+            den = times_vector(tq, ones, F2)
+        f, r, y = against((tq[0].to(tl.float32), tq[1].to(tl.float32)), pulled, dtype, D, F1, F2)
+        if NUMBER:
+            inverse = reciprocal(den + eps, live, dtype)
         else:
-            inverse = reciprocal(rowdot(f, as_row(m1), F2) + e, live, dtype)
+            inverse = reciprocal(rowdot(f, as_row(m1), F2) + eps, live, dtype)
         d = -y * inverse  # d loss / d den times den
-        if TWICE:
-            f = phi32((once(tq[0]), once(tq[1])), live, FMAP, D, F1, F2)
         if WRITE:
-            gq = query_gradient(f, r, inverse, d, m1, FMAP, F2)
-            store_tokens(dq + (zero + start) * dqn, j, dqn, live, gq, D, F1, F2)
+            store_tokens(dq + (zero + start) * dqn, j, dqn, live, query_gradient(r, inverse, d, m1, F2), D, F1, F2)
         else:
             put_ratio(ratio, start + i, live, inverse, d * inverse)
-        more = (inverse - c if SHIFTED else inverse * 0.0)[:, None]
-        over = (f[0] * inverse[:, None] + more, f[1] * inverse[:, None] + more)
+        over = (f[0] * inverse[:, None], f[1] * inverse[:, None])
         if NUMBER:
             tg = with_number(tg, d, DV, V1)
         else:
             dm1 = add_pairs(dm1, d, over, F2)
         over = (over[0] * unit, over[1] * unit)
-        over = (over[0].to(dtype), over[1].to(dtype))
-        if SHIFTED and SPARE:  # a column of ones sums g
-            over = (over[0], tl.where(column == 0, 1.0, over[1]).to(dtype))
-        dm = add_outer(dm, tg, over, V2, F2, PREC, WRITE)
-        if SHIFTED and not NUMBER:
-            sd += d
+        dm = add_outer(dm, tg, (over[0].to(dtype), over[1].to(dtype)), V2, F2, PREC, WRITE)
     dm = scale4(end_outer(dm, V2), 1.0 / unit)
     if NUMBER:
         dm, dm1 = numbers_of(dm, DV, V1)
-    if SHIFTED:
-        if SPARE:
-            total = (column_of(dm[1], D - F1), column_of(dm[3], D - F1))
-            dm = (dm[0], tl.where(column == 0, 0.0, dm[1]), dm[2], tl.where(column == 0, 0.0, dm[3]))
-        else:
-            total = end_total(sg, dtype, V1, V2, True)
-        dm = rank1(dm, (total[0] * c, total[1] * c), one, V2, F2)
-        if NUMBER:  # the column of ones sums d too
-            first = tl.arange(0, F2) == D - F1
-            total_d = tl.sum(tl.where(first, dm1[1], 0.0))
-            dm1 = axpy2((dm1[0], tl.where(first, 0.0, dm1[1])), total_d * c, one, F2)
-        else:
-            row2 = one[1]
-            if F2 > 0:
-                row2 = tl.broadcast_to(one[1][None, :], [BN, F2])
-            dm1 = add_pairs(dm1, sd * c, (tl.broadcast_to(one[0][None, :], [BN, F1]), row2), F2)
     return dm, dm1

@@ -1,4 +1,4 @@
-"""Passes that sum over the tokens of a head without a feature map."""
+"""Passes that sum over the tokens of a head."""
 
 import triton
 import triton.language as tl
@@ -131,18 +131,17 @@ def end(acc, A2: tl.constexpr, NEEDED: tl.constexpr):
 
 @triton.jit
 def begin_moments(
-    ORDER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, NEEDED: tl.constexpr,
-    TAIL: tl.constexpr,
+    ORDER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, TAIL: tl.constexpr
 ):  # fmt: skip
     """Return accumulators of (P, S, C, R, W). ORDER 6: C and R, which `polynomial` needs in addition to hla3. Single
     moments: P 1, W 7, S 8, C 9, R 10. Two moments of the same two tensors: P and S 11, C and W 12."""
     HAS_S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11
     HAS_C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12
-    mp = begin(F1, F2, V1, V2, NEEDED and ((ORDER < 6 and ORDER != 2) or ORDER == 11), False, TAIL)
-    ms = begin(F1, F2, F1, F2, NEEDED and HAS_S, True, TAIL)
-    mc = begin(F1, F2, V1, V2, NEEDED and HAS_C, False, TAIL)
-    mr = begin(F1, F2, F1, F2, NEEDED and (ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10), False, TAIL)
-    mw = begin(F1, F2, F1, F2, NEEDED and (ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12), True, TAIL)
+    mp = begin(F1, F2, V1, V2, (ORDER < 6 and ORDER != 2) or ORDER == 11, False, TAIL)
+    ms = begin(F1, F2, F1, F2, HAS_S, True, TAIL)
+    mc = begin(F1, F2, V1, V2, HAS_C, False, TAIL)
+    mr = begin(F1, F2, F1, F2, ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10, False, TAIL)
+    mw = begin(F1, F2, F1, F2, ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12, True, TAIL)
     return mp, ms, mc, mr, mw
 
 
@@ -153,7 +152,7 @@ def add_moments(
 ):  # fmt: skip
     """Return m plus the products of a tile; eq and ek are the tails of q and k."""
     mp, ms, mc, mr, mw = m
-    if ((ORDER < 6 and ORDER != 2) or ORDER == 11):
+    if (ORDER < 6 and ORDER != 2) or ORDER == 11:
         mp = outer4(mp, fk, tv, ek, F2, V2, TAIL, PREC)
     if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11:
         ms = square4(ms, fk, ek, F2, TAIL, PREC)
@@ -167,13 +166,13 @@ def add_moments(
 
 
 @triton.jit
-def end_moments(m, ORDER: tl.constexpr, F2: tl.constexpr, NEEDED: tl.constexpr):
+def end_moments(m, ORDER: tl.constexpr, F2: tl.constexpr):
     """Return (P, S, C, R, W)."""
-    mp = end(m[0], F2, NEEDED and ((ORDER < 6 and ORDER != 2) or ORDER == 11))
-    ms = end(m[1], F2, NEEDED and (ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11))
-    mc = end(m[2], F2, NEEDED and (ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12))
-    mr = end(m[3], F2, NEEDED and (ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10))
-    return mp, ms, mc, mr, end(m[4], F2, NEEDED and (ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12))
+    mp = end(m[0], F2, (ORDER < 6 and ORDER != 2) or ORDER == 11)
+    ms = end(m[1], F2, ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11)
+    mc = end(m[2], F2, ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12)
+    mr = end(m[3], F2, ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10)
+    return mp, ms, mc, mr, end(m[4], F2, ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12)
 
 
 @triton.jit
@@ -194,34 +193,34 @@ def add_gradient(
 
 @triton.jit
 def sum_moments(
-    q, k, v, g, qn, kn, vn, gn, lo, hi, ORDER: tl.constexpr, SUMS: tl.constexpr, GRAD: tl.constexpr,
-    ONCE: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, g, qn, kn, vn, gn, lo, hi, ORDER: tl.constexpr, SUMS: tl.constexpr, GRAD: tl.constexpr, ONCE: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Return (P, S, C, R, W), (sum q, sum k, sum v), dM', sum g over tokens lo..hi without a feature map.
+    """Return (P, S, C, R, W), (sum q, sum k, sum v), dM' over tokens lo..hi.
 
-    SUMS: 1 all sums; 2 sums of the tokens that the order multiplies, in few registers; 3 sum g only. ONCE: k and
+    SUMS: 1 all sums; 2 sums of the tokens that the order multiplies, in few registers; 3 sum k and sum v. ONCE: k and
     v are not read again; let q stay in L2 instead.
     """
     SUM_Q: tl.constexpr = SUMS == 2 and ORDER != 11
     SUM_K: tl.constexpr = SUMS == 2 and ORDER != 12
     SUM_V: tl.constexpr = SUMS == 2 and ORDER != 10
     ALL: tl.constexpr = SUMS == 1
+    KEYS: tl.constexpr = ALL or SUMS == 3
     TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
     # addresses shared with another loop, or addresses that leave no registers for sums
     AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == 6 or (F2 > 0 and SUMS == 2))
     dtype: tl.constexpr = q.dtype.element_ty
     SETTLE: tl.constexpr = SUMS > 0 and (F2 > 0 or V2 > 0) and dtype != tl.float32
-    m = begin_moments(ORDER, F1, F2, V1, V2, True, TAIL)
+    m = begin_moments(ORDER, F1, F2, V1, V2, TAIL)
     dm = begin(V1, V2, F1, F2, GRAD, False, TAIL)
     sq = begin_total(dtype, BN, F1, F2, ALL)
-    sk = begin_total(dtype, BN, F1, F2, ALL)
-    sv = begin_total(dtype, BN, V1, V2, ALL)
+    sk = begin_total(dtype, BN, F1, F2, KEYS)
+    sv = begin_total(dtype, BN, V1, V2, KEYS)
     sums, rest = begin_total(dtype, BN, F1, F2, SUMS == 2)
     rq = rest
     rk = rest
     rv = rest
-    sg = begin_total(dtype, BN, V1, V2, SUMS and GRAD)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in tl.range(lo, hi[0], BN, disable_licm=F1 > 64 or (AGAIN and F2 > 0)):
@@ -239,6 +238,7 @@ def sum_moments(
         m = add_moments(m, tq, tk, tv, eq, ek, ORDER, F2, V2, TAIL, PREC)
         if ALL:
             sq = add_total(sq, tq, F2)
+        if KEYS:
             sk = add_total(sk, tk, F2)
             sv = add_total(sv, tv, V2)
         if SUM_Q:
@@ -248,18 +248,16 @@ def sum_moments(
         if SUM_V:
             sums, rv = add_together(sums, rv, tv, 2, V2)
         if GRAD:
-            dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, j, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
+            dm, _ = add_gradient(dm, dm, g + (zero + start) * gn, tq, j, gn, live, False, TAIL, F2, DV, V1, V2, PREC)
         # the last product of the iteration
-        if SETTLE and GRAD:
-            sg = (settled(sg[0]), sg[1])
-        elif SETTLE and ALL:
+        if SETTLE and KEYS:
             sv = (settled(sv[0]), sv[1])
         elif SETTLE:
             sums = settled(sums)
-    total = (end_total(sq, dtype, F1, F2, ALL), end_total(sk, dtype, F1, F2, ALL), end_total(sv, dtype, V1, V2, ALL))
+    total = (end_total(sq, dtype, F1, F2, ALL), end_total(sk, dtype, F1, F2, KEYS), end_total(sv, dtype, V1, V2, KEYS))
     if SUMS == 2:
         total = (end_together(sums, rq, 0, F2), end_together(sums, rk, 1, F2), end_together(sums, rv, 2, V2))
-    return end_moments(m, ORDER, F2, True), total, end(dm, V2, GRAD), end_total(sg, dtype, V1, V2, SUMS and GRAD)
+    return end_moments(m, ORDER, F2), total, end(dm, V2, GRAD)
 
 
 @triton.jit
@@ -287,6 +285,6 @@ def sum_gradient(
     q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
     V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Return dM' [V, F] and sum g [V] over tokens lo..hi without a feature map."""
+    """Return dM' [V, F] and sum g [V] over tokens lo..hi."""
     dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
     return end(dm, V2, True), end_total(sg, q.dtype.element_ty, V1, V2, SUMS)

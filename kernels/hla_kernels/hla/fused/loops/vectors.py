@@ -113,27 +113,11 @@ def add_common(acc, x, ones, D2: tl.constexpr):
 
 
 @triton.jit
-def once(x):
-    """Return x through inline assembly, which is opaque to the compiler: otherwise it would recompute an operand of
-    products in several layouts for each layout."""
-    if x.dtype == tl.bfloat16:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
-    return x
-
-
-@triton.jit
 def beside(x, r):
     """Return x in the layout of the product r, in which row sums need few exchanges of threads. It is x | 0; the
     compiler detects the 0 only after it has chosen layouts."""
     zero = (r.to(tl.uint32, bitcast=True) >> 16) >> 16
     return (x.to(tl.uint32, bitcast=True) | zero).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def laid(x, r):
-    """Return a loaded tile of bfloat16 tokens in the layout of the product r."""
-    zero = ((r.to(tl.uint32, bitcast=True) >> 16) >> 16).to(tl.uint16)
-    return (x.to(tl.uint16, bitcast=True) | zero).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

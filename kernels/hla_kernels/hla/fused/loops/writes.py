@@ -3,39 +3,26 @@
 import triton
 import triton.language as tl
 
-from ..maps import is_shifted, load_features, phi_grad, phi_in_pairs, slope_times
-from ..tiles import (
-    axpy2,
-    load_rows,
-    load_vec,
-    rowmul,
-    store_rows,
-    trans4,
-    zero_rows,
-)  # fmt: skip
+from ..tiles import axpy2, load_rows, load_vec, rowmul, store_rows, trans4, zero_rows
 from .extent import alive, anew
 from .stores import get_ratio, store_tokens
-from .vectors import add_common, as_row, columns, common_row, ones_tile, reciprocal, stored_row, times_vector
+from .vectors import add_common, as_row, columns, ones_tile, reciprocal, stored_row, times_vector
 
 
 @triton.jit
 def read_out(
-    q, o, qn, on, lo, hi, m, m1, row, base, more, eps, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, unit=1.0,
+    q, o, qn, on, lo, hi, m, m1, row, eps, NORM: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    unit=1.0,
 ):  # fmt: skip
-    """Write o = q m (+ row) or, normalised, (q m + base + den row) / (den + eps) for tokens lo..hi, den = q.m1 + more
-    (`shifted_base`): exact for any eps, unlike row - eps row / (den + eps). m is in units of `unit` unless normalised.
+    """Write o = q m (+ row) or, normalised, (q m + den row) / (den + eps) for tokens lo..hi, den = q.m1: exact for any
+    eps, unlike row - eps row / (den + eps). m is in units of `unit` unless normalised.
 
     Last tile first: it is the one still in L2.
     """
     cols = m1
-    SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)
     if NORM:
         cols = columns(m1, q.dtype.element_ty, F2)
-    if SHIFTED:
-        base = common_row(base, q.dtype.element_ty, V2)
-        ones = ones_tile(q, BN)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
@@ -43,13 +30,10 @@ def read_out(
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
         j = anew(i, start, NORM and V2 > 0)
-        fq = load_features(q + (zero + start) * qn, j, qn, live, FMAP, D, F1, F2, False)
-        y = zero_rows(BN, V1, V2)
-        if SHIFTED:
-            y = add_common(y, base, ones, V2)
-        y = rowmul(y, fq, m, F2, V2, PREC)
+        tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
+        y = rowmul(zero_rows(BN, V1, V2), tq, m, F2, V2, PREC)
         if NORM:
-            den = times_vector(fq, cols, F2) + more
+            den = times_vector(tq, cols, F2)
             inverse = reciprocal(den + eps, live, q.dtype.element_ty)[:, None]
             y = axpy2(y, den[:, None], as_row(row), V2)
             y = (y[0] * inverse, y[1] * inverse)
@@ -108,10 +92,9 @@ def put(ptr, i, stride, live, x, ALONE: tl.constexpr, D: tl.constexpr, D1: tl.co
 
 @triton.jit
 def write_grads(
-    q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, ratio, w, unit, rows,
-    PART: tl.constexpr, ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, FMAP: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, ratio, w, unit, rows, PART: tl.constexpr,
+    ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr = None, TILED: tl.constexpr = True, mt_unit=1.0,
 ):  # fmt: skip
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
@@ -128,9 +111,6 @@ def write_grads(
     dtype: tl.constexpr = q.dtype.element_ty
     APART: tl.constexpr = ORDER < 5 and F1 > 64 and V1 > 64 and dtype != tl.float32
     MATRIX: tl.constexpr = TILED and NORM and F1 <= 64 and V1 <= 64 and dtype == tl.bfloat16
-    # the slope of a feature that a product reads is computed from the rounded feature
-    READ_Q: tl.constexpr = F2 == 0 and (ORDER >= 4 or (PART == 0 and ORDER > 1))
-    READ_K: tl.constexpr = F2 == 0 and (ORDER == 2 or ORDER >= 4 or PART != 3)
     # addresses of operands would stay in registers from turn to turn: 80 of them and more
     HERE: tl.constexpr = F2 > 0 and (NORM or ORDER == 5)
     row_q, row_k, row_v = rows
@@ -145,22 +125,20 @@ def write_grads(
     tiles = tl.cdiv(hi[0] - lo, BN)
     for t in tl.range(tiles, num_stages=STAGES, disable_licm=HERE):
         start = lo + (tiles - 1 - t) * BN
-        j = anew(i, start, F2 > 0 and (FMAP > 0 or ROW or ORDER == 3))
+        j = anew(i, start, F2 > 0 and (ROW or ORDER == 3))
         live = alive(start + j, hi)
-        rq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
-        rk = load_rows(k + (zero + start) * kn, j, kn, live, D, F1, F2, False)
+        tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
+        tk = load_rows(k + (zero + start) * kn, j, kn, live, D, F1, F2, False)
         tv = load_rows(v + (zero + start) * vn, j, vn, live, DV, V1, V2, False)
         tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
-        fq = phi_in_pairs(rq, live, FMAP, D, F1, F2)
-        fk = phi_in_pairs(rk, live, FMAP, D, F1, F2)
         if PART == 0 or PART == 2 or PART == 4:
             gv = zero_rows(BN, V1, V2)
             if ORDER != 2:
-                gv = rowmul(gv, fk, trans4(w[0]), F2, V2, PREC)
+                gv = rowmul(gv, tk, trans4(w[0]), F2, V2, PREC)
             if ORDER == 2 or ORDER == 5:
-                gv = rowmul(gv, fq, trans4(w[2]), F2, V2, PREC)
+                gv = rowmul(gv, tq, trans4(w[2]), F2, V2, PREC)
             gv = in_units(gv, unit, V2)
-            if not NORM or is_shifted(FMAP):
+            if not NORM:
                 gv = add_row(gv, row_v, ones, NORM, MATRIX, ROW, DV, V1, V2)
             put(dv + (zero + start) * dvn, j, dvn, live, gv, ALONE, DV, V1, V2)
         if PART == 0 or PART == 2 or PART == 3:
@@ -168,14 +146,10 @@ def write_grads(
             if ORDER != 2:
                 gk = rowmul(gk, tv, w[0], V2, F2, PREC)
             if ORDER == 2 or ORDER >= 4:
-                gk = add_product(gk, fk, w[1], APART and ORDER != 2, F2, F2, PREC)
+                gk = add_product(gk, tk, w[1], APART and ORDER != 2, F2, F2, PREC)
             if ORDER == 3 or ORDER == 5:
-                gk = add_product(gk, fq, w[3], APART, F2, F2, PREC)
+                gk = add_product(gk, tq, w[3], APART, F2, F2, PREC)
             gk = add_row(in_units(gk, unit, F2), row_k, ones, NORM, MATRIX, ROW, FD, F1, F2)
-            if FMAP == 5 and not READ_K:
-                gk = slope_times(rk, gk, F2)
-            else:
-                gk = phi_grad(fk, gk, FMAP, F2)
             put(dk + (zero + start) * dkn, j, dkn, live, gk, ALONE, D, F1, F2)
         if PART < 2:
             gq = rowmul(zero_rows(BN, F1, F2), tg, mt, V2, F2, PREC)
@@ -187,12 +161,8 @@ def write_grads(
             if ORDER == 2 or ORDER == 5:
                 gq = add_product(gq, tv, w[2], APART, V2, F2, PREC)
             if ORDER == 3 or ORDER == 5:
-                gq = add_product(gq, fk, trans4(w[3]), APART, F2, F2, PREC)
+                gq = add_product(gq, tk, trans4(w[3]), APART, F2, F2, PREC)
             if ORDER >= 4:
-                gq = add_product(gq, fq, w[4], APART, F2, F2, PREC)
+                gq = add_product(gq, tq, w[4], APART, F2, F2, PREC)
             gq = add_row(in_units(gq, unit, F2), row_q, ones, NORM, MATRIX, ROW, FD, F1, F2)
-            if FMAP == 5 and not READ_Q:
-                gq = slope_times(rq, gq, F2)
-            else:
-                gq = phi_grad(fq, gq, FMAP, F2)
             put(dq + (zero + start) * dqn, j, dqn, live, gq, ALONE, D, F1, F2)

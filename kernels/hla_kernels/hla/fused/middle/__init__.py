@@ -10,7 +10,6 @@ import triton.language as tl
 from ..algebra import anchor
 from ..heads import load_coefficients
 from ..loops import as_row, means
-from ..maps import is_shifted
 from ..tiles import axpy2, load4, load_block, load_vec, rowdot, store_rows, store_vec, zero_rows
 
 
@@ -111,15 +110,6 @@ def mul2(x, c, D2: tl.constexpr):
 
 
 @triton.jit
-def row_sums(x, D2: tl.constexpr):
-    """What a vector of ones adds to the product of a block of rows x with tokens: [BR]."""
-    total = tl.sum(x[0], 1)
-    if D2 > 0:
-        total += tl.sum(x[1], 1)
-    return total
-
-
-@triton.jit
 def state_anchor(s, n, OFF: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
     """Return the vector a of `algebra.anchor`, which a state keeps with the mean value added."""
     return axpy2(load_vec(s + OFF[9], DV, V1, V2), -1.0 / n, load_vec(s + OFF[7], DV, V1, V2), V2)
@@ -196,9 +186,9 @@ def middle(
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_value(
     state, grads, weights, rows, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr,
-    KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+    KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over V: WP' = s (c1 dM' + c3 dM' R + c4 dM' S W), WC' = s c2 dM' S, and the row of dv."""
     BLOCKS: tl.constexpr = (DV + BR - 1) // BR
@@ -212,15 +202,12 @@ def middle_grads_value(
     if CENTER == 2:
         x = plus_rank1(x, vec(g + DV * FD + FD, r, BR, DV) * (-1.0 / n), load_vec(s + OFF[5], FD, F1, F2), F2)
     w = weights + head * KW
-    SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)  # the others' rows are added by `apply_grads`
     row = tl.zeros([BR], tl.float32)
     wp = x
     if ORDER == 2 or ORDER >= 4:
         y = times(x, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, MID)
         if ORDER == 2 or ORDER == 5:
             put_rows(w + WOFF[2], r, BR, DV, FD, F1, F2, mul2(y, scale * c2, F2))
-            if SHIFTED:
-                row += scale * c2 * row_sums(y, F2)
         if ORDER >= 4:
             wp = times(y, load_symmetric(s + OFF[4], FD, F1, F2), BR, F2, F1, F2, MID)
     if ORDER == 3 or ORDER == 5:
@@ -231,8 +218,6 @@ def middle_grads_value(
             wp = axpy2(axpy2(mul2(x, c1, F2), c3, z, F2), c4, wp, F2)
     if ORDER != 2:
         put_rows(w + WOFF[0], r, BR, DV, FD, F1, F2, mul2(wp, scale, F2))
-        if SHIFTED:
-            row += scale * row_sums(wp, F2)
     if MEAN:
         row = vec(g + DV * FD + FD, r, BR, DV) / n
     i = r + tl.arange(0, BR)

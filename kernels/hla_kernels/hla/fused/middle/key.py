@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 
 from ..heads import load_coefficients
-from ..loops import as_row, means
-from ..maps import is_shifted, ones2, power_of_two
-from ..tiles import axpy2, load4, load_vec, rank1, rowdot, store_vec, vecmat, zero_rows, zeros2
+from ..loops import means
+from ..tiles import axpy2, load4, load_vec, power_of_two, rank1, rowdot, vecmat, zero_rows, zeros2
 from . import (
     dot_rows,
     load_symmetric,
@@ -15,7 +14,6 @@ from . import (
     plus_times,
     plus_times_late,
     put_rows,
-    row_sums,
     rows_of,
     times,
     vec,
@@ -145,9 +143,9 @@ def times_readout(
 
 @triton.jit
 def query_moment_grad(
-    s, g, r, n, scale, NORM: tl.constexpr, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr,
-    MID: tl.constexpr, TURNED: tl.constexpr,
+    s, g, r, n, scale, NORM: tl.constexpr, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
+    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows of C dM' and of C dM' + dM C'."""
     ci = rows_of(s + OFF[2], r, BR, FD, DV, V1, V2, DV, 1)
@@ -167,10 +165,9 @@ def query_moment_grad(
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_key(
     state, grads, weights, rows, coefficients, dcoefficients, matrix, cross, N, H, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
-    HALF: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+    KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Rows over F, after `middle_grads_value`: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross
     [B * H, F, F], float32) where `middle_grads_pair` follows. HALF: products with float16 tokens read the weights and
@@ -183,14 +180,9 @@ def middle_grads_key(
     g = grads + head * KG
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     w = weights + head * KW
-    SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)  # the others' rows are added by `apply_grads`
-    shift_q = tl.zeros([BR], tl.float32)
-    shift_k = shift_q
-    columns = zeros2(F1, F2)
     if ORDER == 2:
         _, ds = query_moment_grad(s, g, r, n, scale, NORM, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, TURNED)
         put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
-        shift_k = scale * row_sums(ds, F2)
     if ORDER >= 3:
         dmt = readout_whole(s, g, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, TURNED)
         pi = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
@@ -202,15 +194,6 @@ def middle_grads_key(
             put_rows(cross + head * FD * FD, r, BR, FD, FD, F1, F2, zt)
         if ORDER == 3 or ORDER == 5:
             put_rows(w + WOFF[3], r, BR, FD, FD, F1, F2, mul2(zt, scale * c[2], F2))
-        if SHIFTED and (ORDER == 3 or ORDER == 5):
-            shift_q = scale * c[2] * row_sums(zt, F2)
-            if BLOCKS == 1:
-                columns = (scale * c[2] * tl.sum(zt[0], 0), scale * c[2] * tl.sum(zt[1], 0))
-            else:
-                one = ones2(FD, F1, F2)
-                ones_p = vecmat(one, load4(s + OFF[0], FD, F1, F2, DV, V1, V2, DV, 1), F2, V2)
-                p1 = scale * tl.sum(rowdot(as_row(load_vec(s + OFF[6], FD, F1, F2)), as_row(one), F2))
-                shift_k = scale * c[2] * (dot_rows(x, ones_p, V2) + p1 * d1i)
         if dcoefficients is not None:
             p = dcoefficients + (head * BLOCKS + tl.program_id(0) % BLOCKS) * 4
             tl.store(p, tl.sum(rowdot(pi, x, V2)) + tl.sum(p1i * d1i))
@@ -226,31 +209,18 @@ def middle_grads_key(
     row_q, row_k = token_rows(
         s, g, w, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, OFF, WOFF, FD, F1, F2, DV, V1, V2, BR, HALF
     )
-    if SHIFTED:
-        row_q += shift_q
-        row_k += shift_k
     i = r + tl.arange(0, BR)
     o = rows + head * (2 * FD + DV)
     tl.store(o + i, row_q, mask=i < FD)
     tl.store(o + FD + i, row_k, mask=i < FD)
-    if SHIFTED and BLOCKS == 1 and (ORDER == 3 or ORDER == 5):
-        tl.debug_barrier()  # every thread reads what others wrote
-        store_vec(o + FD, axpy2(load_vec(o + FD, FD, F1, F2), 1.0, columns, F2), FD, F1, F2)
-
-
-@triton.jit
-def add_row(row, r, x, c, BR: tl.constexpr, FD: tl.constexpr, F2: tl.constexpr):
-    """row[r : r + BR] += c times the row sums of x."""
-    i = r + tl.arange(0, BR)
-    tl.store(row + i, tl.load(row + i, mask=i < FD) + c * row_sums(x, F2), mask=i < FD)
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_pair(
-    state, grads, weights, rows, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, FMAP: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
+    state, grads, weights, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr,
+    BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over F of WS and WW for M = S W P, by two programs: s (W Z' + Z W) and s (Z' S + S Z), Z' = P dM' in
     `cross`.
@@ -265,8 +235,6 @@ def middle_grads_pair(
     s = state + head * K
     w = weights + head * KW
     z = cross + head * FD * FD
-    rows += head * (2 * FD + DV)
-    SHIFTED: tl.constexpr = NORM and is_shifted(FMAP)
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     if tl.program_id(0) % 2 == 0:
         zti = rows_of(z, r, BR, FD, FD, F1, F2, FD, 1)
@@ -277,8 +245,6 @@ def middle_grads_pair(
         si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
         dw = plus_times(dw, si, load4(z, FD, F1, F2, FD, F1, F2, 1, FD), F2, F2, MID)
         put_rows(w + WOFF[4], r, BR, FD, FD, F1, F2, mul2(dw, scale * c[3], F2))
-        if SHIFTED:
-            add_row(rows, r, dw, scale * c[3], BR, FD, F2)
     else:
         wi = rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1)
         ds = times(wi, load4(z, FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
@@ -294,8 +260,6 @@ def middle_grads_pair(
                 tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 1, tl.sum(e))
             ds = axpy2(ds, c[1], y, F2)
         put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
-        if SHIFTED:
-            add_row(rows + FD, r, ds, scale, BR, FD, F2)
 
 
 @triton.jit(do_not_specialize=["B", "H", "BLOCKS"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import Spec
-from .paths import PROGRAMS, cut, few_heads, mapped, narrow, plain, summed
+from .paths import PROGRAMS, cut, few_heads, narrow, plain
 
 AT_ONCE = {"DELAY": 0, "SLOTS": 1}  # of `heads.stagger`
 INVARIANT = {"on": False}
@@ -35,22 +35,15 @@ def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtyp
     if direction == "backward":
         return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] == 0 else 2}
     if spec.normalize:
-        return {"BN": 32 if mapped(spec) or w["F2"] > 0 else 64, "BO": 64, "num_warps": 4, "num_stages": 3}
+        return {"BN": 32 if w["F2"] > 0 else 64, "BO": 64, "num_warps": 4, "num_stages": 3}
     return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] > 0 else 4}
 
 
-def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool = False) -> dict[str, int]:
-    """Tiles of `reduce_moments` (keep: it writes features too), and of `reduce_readout` without a normaliser."""
+def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+    """Return the tiles of `reduce_moments`, and of `reduce_readout` without a normaliser."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
-    if dtype == torch.float32 or (spec.op == "polynomial" and spec.digits(dtype, True) > 0):
-        return {"BN": 16 if dtype == torch.float32 and wide > 96 else 32, "num_warps": 8, "num_stages": 2}
-    if spec.alone(dtype) and mapped(spec):
-        if wide > 80:  # two programs per multiprocessor
-            return {"BN": 32, "num_stages": 5, "num_warps": 8, "maxnreg": 128}
-        return {"BN": 32 if w["F2"] > 0 else 64, "num_stages": 3, "num_warps": 4}
-    if mapped(spec):
-        few = wide <= 64 or (wide <= 80 and spec.normalize and not (keep and spec.op == "hla3"))
-        return {"BN": 32, "num_warps": 4 if few else 8, "num_stages": 3}
+    if dtype == torch.float32:
+        return {"BN": 16 if wide > 96 else 32, "num_warps": 8, "num_stages": 2}
     if spec.op == "polynomial" and wide > 64 and plain(spec):
         return {"BN": 64 if w["D"] == w["DV"] == 128 else 32, "num_warps": 4, "num_stages": 3}
     if spec.op == "polynomial" and narrow(w) and plain(spec):
@@ -62,8 +55,7 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype, keep: bool 
 
 def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
     """Return the tiles of `reduce_readout`."""
-    pulled = not mapped(spec) or spec.op == "polynomial"
-    if not spec.normalize or not pulled or dtype == torch.float32:
+    if not spec.normalize or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
     if spec.op == "polynomial" and w["F2"] > 0:
         return query_config(w) | {"BN": 32}
@@ -73,7 +65,7 @@ def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[st
 def divides(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> bool:
     """Whether the denominators of a ratio are computed in a separate pass, `loops.wide`."""
     wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80 and dtype != torch.float32
-    return spec.normalize and wide and (not mapped(spec) or spec.alone(dtype))
+    return spec.normalize and wide
 
 
 def divide_config() -> dict[str, int]:
@@ -108,13 +100,10 @@ def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
     """Return the number of programs per part of `reduce_moments`: 2 or 5 if the moments of `polynomial` do not fit in
     the registers of one program."""
     fits = w["F1"] + w["F2"] <= 64 and w["V1"] + w["V2"] <= 64
-    if spec.op != "polynomial" or (fits and dtype == torch.bfloat16 and not spec.digits(dtype, True)):
+    if spec.op != "polynomial" or (fits and dtype == torch.bfloat16):
         return 1
-    if spec.normalize and spec.center is None and spec.digits(dtype, True) > 0:
-        return 3
     wide = min(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
-    raw = not (mapped(spec) or spec.kept or spec.normalize)
-    return 5 if wide and raw and spec.ridge == 0 and dtype == torch.bfloat16 else 2
+    return 5 if wide and not spec.normalize and spec.ridge == 0 and dtype == torch.bfloat16 else 2
 
 
 def apply_config(
@@ -136,23 +125,18 @@ def apply_config(
         return {"BN": 64, "num_warps": 4, "num_stages": 3}
     very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
     third, whole = spec.op in ("hla3", "polynomial"), narrow(w) and w["F1"] == w["V1"] == 64
-    if spec.normalize and mapped(spec) and summed(spec):  # features that no forward kept
-        # the halves of ahla would both compute the features of q and of k
-        stages, roles = (3, 2) if cut(w) or (whole and spec.op != "ahla") else (2, 1)
-        return {"BN": 64, "num_warps": 4, "num_stages": stages, "ROLES": roles}
     if very and spec.op == "polynomial":
         return {"BN": 32, "num_warps": 8, "num_stages": 3 if plain(spec) else 2, "ROLES": 2}
     once = plain(spec) and spec.op != "polynomial"
     # with two stages a tile is loaded when the one before it is done with; two programs a head have room for three
-    deep = once or (whole and spec.op != "polynomial" and not (mapped(spec) or spec.normalize))
-    deep = deep or (whole and spec.op == "hla2" and spec.kept)
+    deep = once or (whole and spec.op != "polynomial" and (spec.op == "hla2" or not spec.normalize))
     stages = 3 if very or (not wide and (deep or spec.op == "hla3")) else 2
     if grouped and very and spec.op == "ahla":  # three take more shared memory than there is
         stages = 2
     if spec.op == "polynomial" and cut(w):  # two programs per multiprocessor
         stages = 1
-    warps = 8 if very or (spec.shifted(dtype) and not spec.kept) else 4
-    roles = 3 if once and cut(w) and not third else 2 if wide or third or deep or (spec.kept and spec.normalize) else 1
+    warps = 8 if very else 4
+    roles = 3 if once and cut(w) and not third else 2 if wide or third or deep or spec.normalize else 1
     # three programs per multiprocessor
     more = {"maxnreg": 168} if once and cut(w) and third else {}
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}
@@ -175,7 +159,7 @@ def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_
     as exact as torch's where errors of tf32x3 add up.
     """
     bf16 = dtype == torch.bfloat16
-    sums_up = spec.op in ("hla2", "hla3") or spec.normalize or spec.feature_map not in (None, "identity", "relu")
+    sums_up = spec.op in ("hla2", "hla3") or spec.normalize or spec.feature_map == "elu1"
     if (spec.op == "polynomial" and not bf16) or (sums_up and dtype == torch.float32):
         return {"PREC": "ieee", "MID": "ieee"}
     cancels = spec.normalize and spec.op in ("ahla", "hla3", "polynomial") and n > 8192

@@ -20,8 +20,8 @@ def cut(w: dict[str, int]) -> bool:
 
 
 def plain(spec: Spec) -> bool:
-    """Whether moments are of unmodified tokens, and nothing else is summed."""
-    return not (mapped(spec) or spec.kept or spec.sums)
+    """Whether nothing but moments is summed."""
+    return not spec.sums
 
 
 def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
@@ -35,7 +35,7 @@ def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool
 
 
 def summed(spec: Spec) -> bool:
-    """Whether a call has the form of `heads.summed`: a ratio of higher order, or centred keys without a feature map."""
+    """Whether a call has the form of `heads.summed`: a ratio of higher order, or centred keys."""
     if spec.normalize:
         return spec.op in ("hla2", "ahla", "hla3") and spec.center is None and not spec.mean_path
     return spec.op != "polynomial" and centred_keys(spec)
@@ -48,7 +48,7 @@ def ratio(spec: Spec) -> bool:
 
 def centred_keys(spec: Spec) -> bool:
     """Whether keys are centred, without other options."""
-    return not spec.normalize and spec.feature_map in (None, "identity") and spec.center == "k"
+    return not spec.normalize and spec.center == "k"
 
 
 def pairs(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
@@ -133,19 +133,15 @@ def too_wide(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> st
     width = max(w["D"], w["DV"])
     if dtype == torch.float32 and spec.op == "polynomial":
         return "polynomial has no Triton form in float32"
-    if dtype == torch.float32 and width > 96 and not (spec.op == "linear_attention" and plain(spec)):
+    exact = spec.op != "linear_attention" or not plain(spec) or spec.feature_map == "elu1"  # products are "ieee"
+    if dtype == torch.float32 and width > 96 and exact:
         return f"{width} features in float32 are more than 96"
-    modified = mapped(spec) or spec.normalize or dtype == torch.float16
+    modified = spec.normalize or dtype == torch.float16
     if spec.op == "polynomial" and width > 64 and modified and not mixed(spec, w, dtype, own):
-        return f"polynomial of {width} features, more than 64, is for bfloat16 without feature map and ratio"
+        return f"polynomial of {width} features, more than 64, is for bfloat16 without ratio"
     return None
 
 
 def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
     """Whether the backward after a forward of one program per head is one launch of such programs."""
     return n <= 512 or (spec.normalize and cut(w) and spec.op == "hla3" and batch_heads >= 384)
-
-
-def mapped(spec: Spec) -> bool:
-    """Whether features are computed in registers."""
-    return spec.feature_map not in (None, "identity") and not spec.kept

@@ -20,7 +20,6 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
     return {
         "forward": {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3, "DELAY": 5000, "SLOTS": 2},
         "moments": {"BN": 32, "num_warps": 4, "num_stages": 3},
-        "features": {"BN": 32, "num_warps": 8 if wide else 4, "num_stages": 2 if wide else 3},
         "ratio": {"num_warps": 8 if wide else 4, "num_stages": 1},
         "operator": {"num_warps": 4, "num_stages": 1},
         "products": {"num_warps": 4, "num_stages": 1},

@@ -11,19 +11,13 @@ SUMS = {"BN": 64, "num_warps": 4, "num_stages": 3}  # tiles of `summed_weights` 
 MIDDLE = {"num_warps": 4, "num_stages": 1}  # of `summed_middle`
 
 
-def keeps_features(w: dict[str, int], n: int | torch.SymInt) -> int | torch.SymInt:
-    """1 where the backward of a ratio reads the features of q and k, not the tokens: with few tokens one launch has the
-    instructions of three evaluations in its way. No branch on sizes."""
-    return 0 if w["F2"] > 0 else 1 - torch.sym_min(1, n // 513)
-
-
 def keeps_operator(spec: Spec) -> bool:
     """Whether the forward keeps the operator: one that its factors do not give, or that has none."""
     return spec.normalize or spec.op == "linear_attention"
 
 
 def kept_floats(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
-    """Return the float32 numbers per head that a forward of `heads.summed` saves, without features."""
+    """Return the float32 numbers per head that a forward of `heads.summed` saves."""
     lay = layout(spec, w)
     operator = lay.matrix_floats(dtype.itemsize) if keeps_operator(spec) else 0
     return factor_floats(spec, w) + (lay.vectors().k + operator if spec.sums else 0)
@@ -34,16 +28,14 @@ def turns(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
     return {"DELAY": 5000, "SLOTS": 2} if w["F2"] == 0 and n <= 512 and not spec.normalize else AT_ONCE
 
 
-def forward_config(spec: Spec, w: dict[str, int], n: int, save: bool) -> dict[str, int]:
-    """Tiles of `summed_forward`. APART: so a ratio of hla3 that keeps features
-    has the registers of three programs a multiprocessor; one of hla2 of many tokens is faster."""
+def forward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:
+    """Return the tiles of `summed_forward`."""
+    tiles = {"BN": 32, "BO": 64, "num_warps": 4}
     if not spec.sums:
         config = {"num_stages": 3, **AT_ONCE} if w["F2"] > 0 else {"num_stages": 4, "DELAY": 3000, "SLOTS": 4}
-        return {"APART": False, "BN": 32, "BO": 64, "num_warps": 4, **config}
-    apart = {"hla3": w["F2"] == 0 and n <= 512 and save, "hla2": w["F2"] > 0 and n > 512}
+        return {**tiles, **config}
     more = {} if w["F2"] > 0 else {"maxnreg": 168}  # three programs a multiprocessor
-    tiles = {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3, **turns(spec, w, n)}
-    return {"APART": spec.normalize and apart.get(spec.op, False), **tiles, **more}
+    return {**tiles, "num_stages": 3, **turns(spec, w, n), **more}
 
 
 def backward_config(spec: Spec, w: dict[str, int], n: int) -> dict[str, int]:

@@ -6,7 +6,6 @@ import triton.language as tl
 from ..algebra import cast_operator, cast_weights, centre_rows
 from ..heads import at_head, ratio_of
 from ..loops import longest, place, span, upto, write_grads
-from ..maps import is_shifted
 from ..tiles import axpy2, load4, load_vec, trans4, zeros2
 
 NO_SPECIALIZE = ["qs", "ks", "vs", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PARTS", "chunk"]
@@ -50,13 +49,12 @@ def read_rows(
 @triton.jit
 def part_grads(
     tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    FD: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr, ROWS_DONE: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr, TILED: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
+    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
+    ROWS_DONE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of one part of the gradients and write it for tokens lo..hi."""
-    ROW: tl.constexpr = MEAN or CENTER > 0 or is_shifted(FMAP)
+    ROW: tl.constexpr = MEAN or CENTER > 0
     mt = trans4(load4(matrix, FD, F1, F2, DV, V1, V2, DV, 1))
     w = load_weights(weights, ORDER, WOFF, FD, F1, F2, DV, V1, V2)
     m1 = state + OFF[8]
@@ -72,20 +70,16 @@ def part_grads(
             load_vec(state + OFF[6], FD, F1, F2),
             load_vec(state + OFF[7], DV, V1, V2),
         )
-        SHIFT: tl.constexpr = 1.0 if is_shifted(FMAP) else 0.0
         read, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
-        row = centre_rows(
-            w, read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, False, SHIFT, F1, F2, V2
-        )
-        if MEAN or CENTER > 0:  # loaded last to save registers
-            more = read_rows(rows, FD, F1, F2, DV, V1, V2)
-            row = (axpy2(row[0], 1.0, more[0], F2), axpy2(row[1], 1.0, more[1], F2), axpy2(row[2], 1.0, more[2], V2))
+        row = centre_rows(read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, F1, F2, V2)
+        more = read_rows(rows, FD, F1, F2, DV, V1, V2)  # loaded last to save registers
+        row = (axpy2(row[0], 1.0, more[0], F2), axpy2(row[1], 1.0, more[1], F2), axpy2(row[2], 1.0, more[2], V2))
     mt, mt_unit = cast_operator(mt, tokens[0].dtype.element_ty, NORM, V2, F2)
     w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
     ONES: tl.constexpr = TILED == "all" or (TILED == "keys" and PART > 1)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
-        gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, PART, ORDER, NORM, ROW, FMAP, D, F1, F2,
+        gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, PART, ORDER, NORM, ROW, D, F1, F2,
         DV, V1, V2, FD, BN, PREC, TILED=ONES, mt_unit=mt_unit,
     )  # fmt: skip
 
@@ -93,11 +87,10 @@ def part_grads(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def apply_grads(
     q, k, v, g, dq, dk, dv, state, matrix, ratio, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk,
-    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, FMAP: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
-    TILED: tl.constexpr, PREC: tl.constexpr,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr,
+    ROLES: tl.constexpr, ROWS_DONE: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
     [B * H, 2 F + V].
@@ -127,21 +120,21 @@ def apply_grads(
     rows += head * (2 * FD + DV)
     if ROLES == 1:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN, FMAP,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN,
             D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 1, ORDER, NORM,
-            CENTER, MEAN, FMAP, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, ROLES, ORDER, NORM,
-            CENTER, MEAN, FMAP, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     else:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN, FMAP,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN,
             D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip

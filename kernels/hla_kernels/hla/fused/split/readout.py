@@ -3,22 +3,9 @@
 import triton
 import triton.language as tl
 
-from ..algebra import cast_operator, source
+from ..algebra import cast_operator
 from ..heads import at_head, ratio_of
-from ..loops import (
-    end_pairs,
-    longest,
-    place,
-    read_out,
-    shifted_base,
-    span,
-    sum_divided,
-    sum_features,
-    sum_gradient,
-    sum_ratio,
-    upto,
-)
-from ..maps import is_plain, is_shifted, shift_of, unshift_grad
+from ..loops import end_pairs, longest, place, read_out, span, sum_divided, sum_gradient, sum_ratio, upto
 from ..tiles import axpy2, cast4, load4, load_vec, store4, store_vec, vecmat, zeros2
 
 NO_SPECIALIZE = ["qs", "os", "gs", "N", "H", "PARTS", "chunk", "heads", "eps"]
@@ -27,9 +14,8 @@ NO_SPECIALIZE = ["qs", "os", "gs", "N", "H", "PARTS", "chunk", "heads", "eps"]
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def apply(
     q, o, state, matrix, qs, os, N, H, PARTS, chunk, eps, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute o = q M for one part of one head; matrix [B * H, F, V] has the dtype of the tokens, or float32."""
     b, h, part = place(H, PARTS)
@@ -38,36 +24,30 @@ def apply(
     state += head * K
     lo = part * chunk
     m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
-    m1 = zeros2(F1, F2)
     read, unit = cast_operator(m, q.dtype.element_ty, NORM, F2, V2)
+    m1 = zeros2(F1, F2)
     row = zeros2(V1, V2)
-    SHIFT: tl.constexpr = 0.0 if NORM else shift_of(FMAP, CENTER)
-    ROW: tl.constexpr = MEAN or CENTER == 2 or SHIFT > 0
     n = N[1]
     if NORM:
         m1 = load_vec(state + OFF[8], FD, F1, F2)
         row = load_vec(state + OFF[9], DV, V1, V2)
     if MEAN:
         row = axpy2(row, 1.0 / n, load_vec(state + OFF[7], DV, V1, V2), V2)
-    if CENTER == 2 or SHIFT > 0:
-        sq = m1
-        if CENTER == 2:
-            sq = load_vec(state + OFF[5], FD, F1, F2)
-        row = axpy2(row, unit, vecmat(source(sq, n, CENTER == 2, SHIFT, F1, F2), read, F2, V2), V2)
-    base, more = shifted_base(read, m1, D, NORM and is_shifted(FMAP), F1, F2, V2)
+    if CENTER == 2:
+        mean = axpy2(m1, -1.0 / n, load_vec(state + OFF[5], FD, F1, F2), F2)
+        row = axpy2(row, unit, vecmat(mean, read, F2, V2), V2)
     read_out(
         at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
-        upto(lo + chunk, N), read, m1, row, base, more, eps, NORM, ROW, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, unit,
+        upto(lo + chunk, N), read, m1, row, eps, NORM, MEAN or CENTER == 2, D, F1, F2, DV, V1, V2, BN, PREC, unit,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_readout(
     q, g, state, matrix, ratio, out, qs, gs, N, H, PARTS, chunk, heads, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
-    SUMS: tl.constexpr, FMAP: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
-    CENTER: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr, DIVIDED: tl.constexpr,
+    SUMS: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
+    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr, TURNED: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """Compute partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head in out [PARTS, B * H, KG].
     Normalised: the gradient of m1 [F] for centred v instead of sum g, and ratio [B * H, N, 2] (DIVIDED: it is an
@@ -77,38 +57,25 @@ def reduce_readout(
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
-    PULLED: tl.constexpr = ORDER == 5
-    m = zeros2(16, 0)
-    m1 = zeros2(F1, F2)
     vbar = zeros2(V1, V2)
     if NORM:
         m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
-    if NORM and not DIVIDED:
-        vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
-        m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     hi = upto(lo + chunk, N)
     ratio = ratio_of(ratio, head, most, NORM)
-    sg = vbar
-    if is_plain(FMAP) and not NORM and REST == 0:
+    if not NORM:
         dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
     elif DIVIDED:
-        dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, eps, ratio, FMAP, D, F1, F2, DV, V1, V2, BN, PREC)
-    elif NORM and (PULLED or (is_plain(FMAP) and REST == 0)):
-        dm, dm1 = sum_ratio(
-            q, g, q, qn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, FMAP, D, F1, F2,
-            DV, V1, V2, BN, PREC,
-        )  # fmt: skip
-        dm1 = end_pairs(dm1, F1, F2)
+        dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, ratio, D, F1, F2, DV, V1, V2, BN, PREC)
     else:
-        _, _, dm, dm1, sg = sum_features(
-            q, q, g, g, qn, qn, gn, gn, lo, hi, m, m1, vbar, eps, (q, q, 0, 0), ratio, ORDER, False, SUMS, REST,
-            True, NORM, False, False, FMAP, D, F1, F2, DV, V1, V2, BN, PREC, STAGES,
-        )  # fmt: skip
-    if is_shifted(FMAP) and not NORM and CENTER < 2:
-        dm = unshift_grad(dm, sg, D, F1, F2, V2)
+        vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
+        m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
+        dm, dm1 = sum_ratio(
+            q, g, q, qn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, D, F1, F2, DV, V1, V2, BN, PREC
+        )
+        dm1 = end_pairs(dm1, F1, F2)
     out += (part.to(tl.int64) * heads + head) * KG
     store4(out, dm, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
     if NORM:  # adds the gradient of m1 through the anchor a = vbar - mean v of M, since dM' is available here

@@ -2,20 +2,20 @@
 
 Factors are float16. The forward keeps P, S, C, R, W and T = c1 I + c3 R + c4 S W in float16, and M, so that the
 backward sums dM alone and is six products, each with a matrix that is read from memory on its left (the assembler that
-Triton 3.6 has is known to corrupt others). Without feature map 64 channels are one launch a direction before the
-tokens, which `split.apply_grads` writes; 72 channels and a ratio of features have their moments and their operator
-apart, and a ratio dM of `split.reduce_readout`.
+Triton 3.6 has is known to corrupt others). Without a ratio 64 channels are one launch a direction before the tokens,
+which `split.apply_grads` writes; 72 channels and a ratio have their moments and their operator apart, and a ratio dM
+of `split.reduce_readout`.
 
     matrices  products of a head's matrices       weights  the weights of the token gradients, d coefficients
-    kept      what is kept of a head              ratios   the operator of a ratio of features
+    kept      what is kept of a head              ratios   the operator of a ratio
 """
 
 import triton
 import triton.language as tl
 
 from ...algebra import scale_moments
-from ...loops import read_out, sum_features, sum_moments
-from ...tiles import add4, axpy2, cast4, scale4, zeros2, zeros4
+from ...loops import read_out, sum_moments
+from ...tiles import add4, axpy2, cast4, scale4, zeros2
 from .. import NO_SPECIALIZE, load_coefficients, of_head, own_head, stagger
 from ..halves import half
 from .kept import head_moments, load_units, put_moments, put_sums, store_units
@@ -27,29 +27,21 @@ PREC = tl.constexpr("tf32x3")  # of bfloat16 tokens: the sums of tensor cores as
 @triton.jit
 def part_moments(
     q, k, v, qn, kn, vn, kept, units, vectors, N, scale, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    FMAP: tl.constexpr, OFF: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    OFF: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sum and keep the moments of an order of `begin_moments`; of features (FMAP) P and C to 16 bits."""
+    """Sum and keep the moments of an order of `begin_moments`."""
     SUMS: tl.constexpr = 2 if CENTER > 0 or MEAN else 0
-    if FMAP == 0:
-        m, sums, _, _ = sum_moments(
-            q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, False, D, F1, F2, D, F1, F2, BN, PREC
-        )
-    else:
-        z = zeros2(F1, F2)
-        m, sums, _, _, _ = sum_features(
-            q, k, v, q, qn, kn, vn, qn, 0, N, zeros4(1, 0, 1, 0), z, z, 0.0, (q, k, 0, 0), q, ORDER, True, ORDER != 10,
-            1, False, True, False, False, FMAP, D, F1, F2, D, F1, F2, BN, PREC, STAGES,
-        )  # fmt: skip
+    m, sums, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, False, D, F1, F2, D, F1, F2, BN, PREC
+    )
     put_moments(kept, units, m, vectors, sums, N[1], scale, ORDER, CENTER, MEAN, OFF, D, F1, F2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mixture_moments(
-    q, k, v, kept, units, vectors, qs, ks, vs, N, H, scale, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    FMAP: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, KF: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, kept, units, vectors, qs, ks, vs, N, H, scale, CENTER: tl.constexpr, MEAN: tl.constexpr, OFF: tl.constexpr,
+    K: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """Compute the moments of one head by three programs, each of which reads two of q, k, v: P and S, C and W, R."""
     pid = tl.program_id(0) // 3
@@ -63,13 +55,13 @@ def mixture_moments(
         if role == part:
             part_moments(
                 q, k, v, qn, kn, vn, kept, units, vectors, N, scale, 11 if part == 0 else 12 if part == 1 else 10,
-                CENTER, MEAN, FMAP, OFF, D, F1, F2, BN, STAGES,
+                CENTER, MEAN, OFF, D, F1, F2, BN,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["H"])
 def mixture_operator(
-    kept, units, matrix, coefficients, H, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr,
+    kept, units, matrix, coefficients, H, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr
 ):  # fmt: skip
     """Compute T and M = T P + c2 S C of every head from its moments."""
     head = tl.program_id(0).to(tl.int64)
@@ -175,5 +167,5 @@ def mixture_forward(
     if SAVE:
         put_weight(matrix + head * D * D, m, q.dtype.element_ty, D, F1, F2)
     read_out(
-        q, o, qn, on, 0, N, m, zero, row, row, 0.0, 0.0, False, MEAN, 0, D, F1, F2, D, F1, F2, BO, PREC,
+        q, o, qn, on, 0, N, m, zero, row, 0.0, False, MEAN, D, F1, F2, D, F1, F2, BO, PREC,
     )  # fmt: skip

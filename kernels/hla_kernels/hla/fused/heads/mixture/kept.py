@@ -15,7 +15,7 @@ def head_moments(
 ):  # fmt: skip
     """All moments of a head, and the sums of its tokens if something is centred."""
     SUMS: tl.constexpr = 2 if CENTER > 0 or MEAN else 0
-    m, sums, _, _ = sum_moments(
+    m, sums, _ = sum_moments(
         q, k, v, q, qn, kn, vn, qn, 0, N, 5, SUMS, False, True, D, F1, F2, D, F1, F2, BN, PREC
     )  # fmt: skip
     return m, sums
@@ -81,8 +81,8 @@ def has_moment(i, order):
 
 @triton.jit
 def put_moments(
-    to, units, m, vectors, sums, n, s, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    OFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    to, units, m, vectors, sums, n, s, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, OFF: tl.constexpr,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of tokens, the moments of an order of `begin_moments` in float16, and their units."""
     if CENTER > 0 or MEAN:

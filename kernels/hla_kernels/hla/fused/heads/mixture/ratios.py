@@ -1,4 +1,4 @@
-"""Operator of `polynomial` as a ratio of features, from the saved moments of `mixture_moments`."""
+"""Operator of `polynomial` as a ratio, from the saved moments of `mixture_moments`."""
 
 import triton
 import triton.language as tl

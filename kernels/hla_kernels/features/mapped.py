@@ -1,0 +1,54 @@
+"""Features relu, elu1 and softmax of q and k around the kernels of an operator, which take tokens as they are.
+
+A forward keeps them for the backward, in the dtype of the tokens, at the end of its buffer: twice the bytes of q.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+MAPS = ("relu", "elu1", "softmax")
+Pair = tuple[Tensor, Tensor]
+
+
+def kept_floats(name: str | None, q: Tensor, k: Tensor) -> int | torch.SymInt:
+    """Return the float32 numbers that a forward keeps: features of q and then of k, each a multiple of 16 bytes."""
+    return sum(_floats(q, k)) if name in MAPS else 0
+
+
+def _floats(*tokens: Tensor) -> list:
+    return [-(-math.prod(x.shape) * x.element_size() // 16) * 4 for x in tokens]
+
+
+def split(name: str | None, buffer: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Pair]:
+    """Return what is in front of the features in a buffer, and phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D],
+    contiguous: q and k without a map."""
+    if name not in MAPS:
+        return buffer, (q, k)
+    sizes = _floats(q, k)
+    rest, *parts = buffer.split([buffer.numel() - sum(sizes), *sizes])
+    fq, fk = (x.view(q.dtype)[: y.numel()].view(y.shape) for x, y in zip(parts, (q, k), strict=True))
+    return rest, (fq, fk)
+
+
+def features(name: str | None, q: Tensor, k: Tensor, buffer: Tensor) -> tuple[Tensor, Pair]:
+    """Compute what `split` returns; features have memory for themselves if the buffer is empty."""
+    if name in MAPS:
+        from .map_kernels import map_pair
+
+        room = buffer if buffer.numel() > 0 else torch.empty(sum(_floats(q, k)), dtype=torch.float32, device=q.device)
+        rest, found = split(name, room, q, k)
+        map_pair(name, (q, k), found, False)
+        return (rest if buffer.numel() > 0 else buffer), found
+    return buffer, (q, k)
+
+
+def gradients(name: str | None, q: Tensor, k: Tensor, grads: Pair) -> None:
+    """Turn the gradients of phi(q) and phi(k) into those of q and k, in place."""
+    if name in MAPS:
+        from .map_kernels import map_pair
+
+        map_pair(name, (q, k), grads, True)
