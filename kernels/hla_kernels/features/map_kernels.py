@@ -11,6 +11,7 @@ from ..hla.fused.spec import alignment, strides
 
 ELEMENTS = 2048  # per tile
 COLUMNS = (64, 128, 256, 512)  # of a tile
+NO_SPECIALIZE = ["q_at", "k_at", "yq_at", "yk_at", "rows", "N"]
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def map_tile(
     tl.store(Y, y.to(Y.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["rows", "N"])
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
 def map_tokens(
     Q, K, YQ, YK, q_at, k_at, yq_at, yk_at, rows, N, NAME: tl.constexpr, BACK: tl.constexpr, ALIGN: tl.constexpr,
     NEAR: tl.constexpr, WQ: tl.constexpr, WK: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,

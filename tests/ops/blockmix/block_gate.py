@@ -17,6 +17,7 @@ from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.fused import launch
 from hla_kernels.blockmix.fused import pair_launch as pairs
 from hla_kernels.blockmix.fused.mixing import launch as mixing
+from hla_kernels.features import map_kernels
 from tests.ops.blockmix.fused_cases import options_of
 from tests.ops.fused.offline.gate import Recorder, calls_of
 from tests.ops.fused.offline.judge import compile_call, key
@@ -26,7 +27,7 @@ def record(o, b: int, h: int, d: int, kind: str = "") -> list:
     """(kernel, arguments, keywords) of each launch of a forward and a backward of packed tokens."""
     kernels = [
         (module, name, kernel)
-        for module in (launch, mixing, pairs)
+        for module in (launch, mixing, pairs, map_kernels)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]
