@@ -27,8 +27,8 @@ NAMES = ("o", "dq", "dk", "dv")
 
 
 def features_as_read(q: Tensor, k: Tensor, options: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, dict]:
-    """phi(q) and phi(k) in float64 as kernels of tokens of a dtype read them, and the options for them: relu and elu1
-    are evaluated before the kernels and rounded, as those of `power` are. With the gradients of phi."""
+    """Return phi(q) and phi(k) in float64, with the gradients of phi, and the options of a call with them. Kernels of
+    tokens of this dtype read relu and elu1 rounded to it, as they read `power`."""
     name = options.get("feature_map")
     if name not in MAPS:
         return q, k, options

@@ -1,4 +1,7 @@
-"""Kernel of the feature maps relu, elu1 and softmax: features of q and k, and gradients of q and k in place."""
+"""Kernel of the feature maps relu, elu1 and softmax.
+
+It writes features of q and k, and turns gradients of features into gradients of q and k in place.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def map_tile(
     X, Y, x_at, y_at, block, rows, N, NAME: tl.constexpr, BACK: tl.constexpr, ALIGN: tl.constexpr, NEAR: tl.constexpr,
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Store phi(x) of BT tokens in Y, or BACK: turn the gradients of phi(x) in Y into those of x. A block of columns is
-    one of a token, or without NEAR a head; at: `spec.strides` of batch, token and head."""
+    """Store phi(x) of BT tokens in Y, or (BACK) turn its gradients into gradients of x. A block of columns is part of a
+    token, or without NEAR a head; at: `spec.strides` of batch, token and head."""
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     c = tl.arange(0, BC)[None, :]
     keep = (row < rows)[:, None] & ((block * BC if NEAR else 0) + c < W)

@@ -1,4 +1,4 @@
-"""Features relu, elu1 and softmax of q and k around the kernels of an operator, which take tokens as they are.
+"""Features relu, elu1 and softmax of q and k around kernels that take tokens as they are.
 
 A forward keeps them for the backward, in the dtype of the tokens, at the end of its buffer: twice the bytes of q.
 """
@@ -47,7 +47,7 @@ def features(name: str | None, q: Tensor, k: Tensor, buffer: Tensor) -> tuple[Te
 
 
 def gradients(name: str | None, q: Tensor, k: Tensor, grads: Pair) -> None:
-    """Turn the gradients of phi(q) and phi(k) into those of q and k, in place."""
+    """Turn gradients of phi(q) and phi(k) into gradients of q and k, in place."""
     if name in MAPS:
         from .map_kernels import map_pair
 

@@ -113,7 +113,7 @@ def reduce_moments(
                 if DIGITS > 2:
                     acc = add_outer(acc, cast2(rest(low, tl2, V2), dtype, V2), t, live, dtype, 1, V2, F2, PREC)
                 acc = add_outer(acc, tl2, t, live, dtype, DIGITS - 1, V2, F2, PREC)
-        acc = settled4(add_outer(acc, tv, t, live, dtype, DIGITS, V2, F2, PREC), V2, F2)
+        acc = settled4(add_outer(acc, tv, t, live, dtype, DIGITS, V2, F2, PREC), V2, F2, NORM and TURN == 0)
     s = scale_of(scales, scale, bh, H)
     p = scale4(outer4_end(acc, V2), s / unit)
     pid = (tl.program_id(0) // SPLIT).to(tl.int64)
