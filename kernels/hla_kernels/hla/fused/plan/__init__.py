@@ -50,7 +50,8 @@ def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str
         return {"BN": 32, "num_warps": 4, "num_stages": 4}
     if wide > 80 or spec.op == "polynomial":  # of learned ones a tile is what tensor cores add up
         return {"BN": 32 if wide <= 32 else 64, "num_warps": 8, "num_stages": 3}
-    return {"BN": 32 if wide > 64 else 64, "num_warps": 4, "num_stages": 3}
+    full = wide > 64 and spec.op == "hla3" and spec.normalize  # three moments and three sums
+    return {"BN": 32 if wide > 64 else 64, "num_warps": 8 if full else 4, "num_stages": 3}
 
 
 def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
