@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hla_kernels.op import why_not_triton
-from hla_kernels.softmax.adaptive import fused
+from hla_kernels.softmax.adaptive import fused, torch_form
 from hla_kernels.softmax.adaptive.call import prepare
 from hla_kernels.softmax.adaptive.fused.operator import adaptive_op
 from hla_kernels.softmax.adaptive.reference import reference, routing
@@ -164,6 +164,7 @@ def interpreted() -> None:
         own = routing(q, k, call.field, call.select, call.exact, call.q_scale, call.mask)
         if dtype == torch.float32:
             assert torch.equal(chosen, own), case
+            assert torch.equal(fused.chosen(call), torch_form.selection(call)[1]), case
 
 
 def compiled(d: str, k_tile: str, side: str) -> None:

@@ -50,6 +50,7 @@ def test_other_operators_pass():
         op.prepare_blocks(*x, torch.rand(4, 4, device="cuda"), **grid),
         op.prepare_blocks(*x, torch.rand(4, 4, 4, device="cuda"), **grid, order="hla2", normalize=False),
         *(op.PREPARE["adaptive_multipole"](*x, grid=(8, 8), select=s) for s in ("error", "mass", "mean", "near")),
+        *(op.PREPARE["adaptive_multipole"](*x, grid=(7, 9), prefix=1, select=s) for s in ("error", "near")),
         op.delta_call.prepare(*x),
         op.delta_call.prepare(*x, log_f=-x[0].abs(), a=x[0].float().unsqueeze(3), b=x[0].unsqueeze(3)),
     ):

@@ -48,7 +48,8 @@ def evaluate(call: AdaptiveCall) -> Tensor:
 
 def chosen(call: AdaptiveCall) -> Tensor:
     """Return the exact key tiles in ascending order, int64 [B, H, U, k]."""
-    (b, _, h, _), found = call.q.shape, _outputs(call)[-1].long()
+    (b, _, h, _), listed = call.q.shape, _outputs(call)[-1]
+    found = listed[..., : call.exact].long()  # tiles of tokens outside the grid follow
     return found.expand(b * h, -1, -1).unflatten(0, (b, h))
 
 
