@@ -126,8 +126,8 @@ def answers(tasks: list[str], cells: Scores, rates: Rates) -> str:
         if clear:
             said = "; ".join(f"{group}: {gain(best[group], task, cells, rates)}" for group in clear)
             better.append(f"- {task}: {said}.")
-        elif found and all(error is None for _, error in found.values()):
-            unknown.append(task)
+        elif all(error is None for _, error in found.values()):  # with one seed
+            unknown += [task] if found else []
         else:
             equal.append(task)
     parts = ["Clearly better than first order:\n\n" + "\n".join(better)] if better else []
