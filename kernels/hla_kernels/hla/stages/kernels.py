@@ -316,9 +316,9 @@ def outputs(
                 a = weighted(a, log2, i, REVERSE, LOG2 is not None)
                 turned = product(tl.trans(z), rounded(a, z, TF32), turned, TF32)
             high = rounded(state[0], x, TF32)
+            low = rounded(state[0] - high.to(tl.float32), x, TF32)  # before the product, or registers spill
             whole = product(x, high, whole, TF32)
             if EXACT or not TF32:  # in TF32, states are as precise as tokens
-                low = rounded(state[0] - high.to(tl.float32), x, TF32)
                 whole = product(x, low, whole, TF32)
             if SCORED[m]:
                 whole += xe[:, None] * state[1][None, :]
