@@ -338,6 +338,12 @@ def _inference(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], None]
     return step
 
 
+def loss_of(out: Any, target: Tensor) -> Tensor:
+    """Return the squared error of a denoiser's sample, or the cross-entropy of logits, in float32."""
+    out = (out if isinstance(out, Tensor) else out.sample).float()
+    return F.mse_loss(out, target) if target.is_floating_point() else F.cross_entropy(out, target)
+
+
 def _training(model: nn.Module, batch: dict[str, Tensor], target: Tensor, autocast: bool) -> Callable[[], None]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -345,8 +351,7 @@ def _training(model: nn.Module, batch: dict[str, Tensor], target: Tensor, autoca
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             out = model(**batch)
-            out = (out if isinstance(out, Tensor) else out.sample).float()
-            loss = F.mse_loss(out, target) if target.is_floating_point() else F.cross_entropy(out, target)
+            loss = loss_of(out, target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -212,10 +212,9 @@ def test_interpreted(op):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("d", "learned", "stack"), [(64, 0, 0), (64, 1, 32), (128, 0, 0), (128, 1, 120)])
+@pytest.mark.parametrize(("d", "learned", "stack"), [(64, 0, 0), (64, 1, 8), (128, 0, 0), (128, 1, 64)])
 def test_no_spills_and_no_operand_in_registers(tmp_path, d, learned, stack):
-    """What calls and their backward launch, compiled for sm_90a. Sums for the gradient of the decay spill registers,
-    most in TF32 (ratios) of 128 channels with Triton 3.6."""
+    """What calls and their backward launch, compiled for sm_90a. Sums for the gradient of the decay spill registers."""
     pytest.importorskip("triton")
     check_compiled(stack, 9, tmp_path, __file__, ("compiled", d, learned))
 

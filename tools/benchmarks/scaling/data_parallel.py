@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import timm
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.models import loss_of
 from zoo.diffusion.loading import compile_blocks
 from zoo.models.compiling import compile_block
 from zoo.models.convert import swap
@@ -110,8 +110,7 @@ def _train(model: Any, batch: dict[str, Tensor], head: dict[str, Any], tiny: boo
     def step() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=n == 1 and not tiny):  # accelerate enables its own
             out = model(**inputs)
-        out = (out if isinstance(out, Tensor) else out.sample).float()
-        loss = F.mse_loss(out, target) if target.is_floating_point() else F.cross_entropy(out, target)
+        loss = loss_of(out, target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -103,7 +103,8 @@ class Pass:
         out = torch.empty((b, n, self.heads, width), dtype=dtype, device=z.device)
         out_extra = torch.empty((b, n, self.heads), dtype=torch.float32, device=z.device) if extra else None
         rest = None if eps is None else torch.empty_like(out, dtype=REST)
-        p = plan(b * self.heads, n, width, self.frame)
+        exact = in_tf32(z.dtype) and self.exact
+        p = plan(b * self.heads, n, width, self.frame, exact)
         scored = tuple(x.extra is not None and y.extra is not None for x, y, _ in terms)
         valued = tuple(extra and z.extra is not None for _, _, z in terms)
         given = tuple(t.x for t in tokens), tuple(t.extra for t in tokens)
@@ -127,7 +128,7 @@ class Pass:
         if partner is not None:
             found = torch.empty((b, self.heads, p.segments, p.blocks, 3), dtype=torch.float32, device=z.device)
         tf32 = in_tf32(z.dtype)
-        many = (tf32 and self.exact) or (partner is not None and (pairs or reverse))
+        many = exact or (partner is not None and (pairs or reverse))
         launch(
             outputs, (b * self.heads * p.segments, p.blocks),
             *given, held, after, self.log2, None if before is None else before.x, out, out_extra, rest, partner, found,

@@ -32,10 +32,10 @@ def padded(d: int) -> int:
     return max(LEAST, 1 << (d - 1).bit_length())
 
 
-def plan(heads: int, n: int, width: int, frame: int) -> Plan:
+def plan(heads: int, n: int, width: int, frame: int, many: bool) -> Plan:
     """Return the plan of a launch of `heads` (of all samples), n tokens, and outputs of `width` channels. frame: tokens
-    per frame, each of which is a segment, or 0."""
-    block = min(64, padded(width))
+    per frame, each of which is a segment, or 0. many: blocks of 64 channels would have too few registers."""
+    block = min(32 if many else 64, padded(width))
     blocks = -(-width // block)
     if frame:
         return Plan(frame, n // frame, block, blocks)
