@@ -31,16 +31,19 @@ RAGGED = [
     ("ahla", ELU_MEAN, "split", (2, 2), HALF),
     ("polynomial", ANCHORED, "split", (2, 2), FULL),
     ("polynomial", RATIO, "split", (2, 2), FULL),
+    ("polynomial", RATIO, "one program", (2, 2), FULL),  # for all moments, in use for bfloat16 tokens
 ]
 
 
 def force(patch, path):
     """Calls take this path."""
-    patch.setattr(paths, "saves", lambda *a: int(path == "split"))
+    patch.setattr(paths, "saves", lambda *a: int(path != "heads"))
+    if path == "one program":
+        patch.setattr(plan, "reduce_roles", lambda *a: 1)
 
 
 def both(monkeypatch, op, options, path, tokens, grad, c, ragged):
-    """o and the gradients of the Triton form on a path, in parts of 32 tokens, and of the torch form in float64."""
+    """o and the gradients of the Triton form on a path, in parts of 32 tokens or one, and of the torch form in float64."""
     options = {"feature_map": None, "normalize": False, "center": None, "mean_path": False, "ridge": 0.0,
                "scale": None, "eps": 1e-6, "q_scale": 1.0, **options}  # fmt: skip
     results = []
@@ -50,7 +53,8 @@ def both(monkeypatch, op, options, path, tokens, grad, c, ragged):
             if impl == "triton":
                 poison(patch)
                 force(patch, path)
-                patch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 32), 32))
+                if path != "one program":
+                    patch.setattr(plan, "reduce_parts", lambda heads, n, bn: (-(-n // 32), 32))
             q, k, now = x[0], x[1], options
             if impl == "torch":
                 q, k, now = features_as_read(q, k, options, grad.dtype)

@@ -93,7 +93,7 @@ def part_moments(
     )
     if FINAL:
         m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
-    if FINAL and NORM and ORDER < 5:
+    if FINAL and NORM and ORDER < 6:
         p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
         row = axpy2(anchor(m, p1, q1, sums, ORDER, F1, F2, V1, V2), 1.0 / n, sums[2], V2)
         store_vec(out + OFF[9], row, DV, V1, V2)
