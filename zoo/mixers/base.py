@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hla_kernels import MAX_HEAD_DIM
 from hla_kernels.checks import RIDGED
 from hla_kernels.features import feature, feature_width
+from hla_kernels.features.power import power_pair
 from zoo.mixers.context import Context, LayerSpec, Rotation
 from zoo.mixers.layers import HeadGains, HeadRMSNorm, Hedgehog, OutputGate, Power
 from zoo.mixers.options import MixerOptions
@@ -160,6 +161,8 @@ class LinearMixer(Mixer):
         if self._has_temperature:
             assert self.gains is not None
             q, k = self.gains.apply_temperature(q), self.gains.apply_temperature(k)
+        if isinstance(self.phi_q, Power) and isinstance(self.phi_k, Power):
+            return power_pair(q, k, self.phi_q.power, self.phi_k.power)
         return self.phi_q(q), self.phi_k(k)
 
     def _scan(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:

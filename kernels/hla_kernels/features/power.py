@@ -5,8 +5,8 @@ s = |y|, u = y^p / |y^p| and the gradient g of s u:
 
     dy = (g . u) y / s + p s (u / y) (g - u (g . u)),    dp = s sum_i u_i ln(y_i) (g_i - u_i (g . u)).
 
-On CUDA the kernels read each token once, and save only x for the backward; plain torch code saves float32 tensors of
-the size of the tokens, compiled or not.
+On CUDA one launch reads each token of q and k once, and saves only them for the backward; plain torch code saves
+float32 tensors of the size of the tokens, compiled or not.
 """
 
 from __future__ import annotations
@@ -22,14 +22,29 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def power(x: Tensor, exponent: Tensor) -> Tensor:
-    """Apply the map to x [B, N, H, D] with exponent [H] > 1 in float32 (float64 for float64 x) -> [B, N, H, D].
+def power_pair(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the map to q [B, N, H, D] and k [B, M, Hk, D] with exponents of_q [H] and of_k [Hk] > 1, in one launch.
 
-    Returns the dtype of x, computed in at least float32. Heads without a positive channel give zeros.
+    Returns tensors of the shapes and dtypes of q and k, computed in float32 (float64 for float64). Heads without a
+    positive channel give zeros. Raises ValueError for exponents of other heads and for q and k of different D.
     """
-    if x.is_cuda and x.dtype in KERNEL_DTYPES and HAS_TRITON and not to_onnx():
-        return torch.ops.hla_kernels.power(x, exponent)
-    return power_torch(x, exponent)
+    for name, x, exponent in (("q", q, of_q), ("k", k, of_k)):
+        if exponent.shape != x.shape[2:3]:
+            raise ValueError(f"{name} has {x.shape[2]} heads and needs as many exponents, got {tuple(exponent.shape)}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k need equal numbers of channels per head, got {q.shape[3]} and {k.shape[3]}")
+    if _on_kernels(q) and _on_kernels(k):
+        return torch.ops.hla_kernels.power_pair(q, k, of_q, of_k)
+    return power_torch(q, of_q), power_torch(k, of_k)
+
+
+def power(x: Tensor, exponent: Tensor) -> Tensor:
+    """Apply the map to x [B, N, H, D] with exponent [H], like `power_pair`."""
+    return power_pair(x, x[:, :0], exponent, exponent)[0] if _on_kernels(x) else power_torch(x, exponent)
+
+
+def _on_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in KERNEL_DTYPES and HAS_TRITON and not to_onnx()
 
 
 def power_torch(x: Tensor, exponent: Tensor) -> Tensor:
@@ -42,38 +57,40 @@ def power_torch(x: Tensor, exponent: Tensor) -> Tensor:
     return (raised * top * (lengths[0] / lengths[1]).sqrt()).to(x.dtype)
 
 
-@custom_op("power")
-def power_op(x: Tensor, exponent: Tensor) -> Tensor:
+@custom_op("power_pair")
+def power_op(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the features by the kernel."""
     from .power_kernels import forward
 
-    return forward(x, exponent)
+    return forward(q, k, of_q, of_k)
 
 
 @power_op.register_fake
-def _(x, exponent):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(*given):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[:2])
 
 
-@custom_op("power_backward")
-def power_backward(grad: Tensor, x: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (dx, dp)."""
+@custom_op("power_pair_backward")
+def power_backward(
+    grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and of their exponents."""
     from .power_kernels import backward
 
-    return backward(grad, x, exponent)
+    return backward((grad_q, grad_k), q, k, of_q, of_k)
 
 
 @power_backward.register_fake
-def _(grad, x, exponent):
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(exponent)
+def _(grad_q, grad_k, *given):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
 
 
 def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad):
-    return torch.ops.hla_kernels.power_backward(grad, *ctx.saved_tensors)
+def _backward(ctx, *grads):
+    return torch.ops.hla_kernels.power_pair_backward(*grads, *ctx.saved_tensors)
 
 
 power_op.register_autograd(_backward, setup_context=_save)
