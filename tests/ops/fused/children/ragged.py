@@ -43,7 +43,7 @@ def force(patch, path):
 
 
 def both(monkeypatch, op, options, path, tokens, grad, c, ragged):
-    """o and the gradients of the Triton form on a path, in parts of 32 tokens or one, and of the torch form in float64."""
+    """o and the gradients of the Triton form on a path, in parts of 32 tokens or one, and of torch in float64."""
     options = {"feature_map": None, "normalize": False, "center": None, "mean_path": False, "ridge": 0.0,
                "scale": None, "eps": 1e-6, "q_scale": 1.0, **options}  # fmt: skip
     results = []
