@@ -119,6 +119,18 @@ def test_programs_that_divide_the_features(monkeypatch, options):
     check(o, triton_form(monkeypatch, o, *inputs, rotary), *inputs, TOLERANCE[HALF], rotary)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_anchor_of_padded_samples(monkeypatch, parts):
+    """The mean of the real tokens: with a smaller one, what is left of similar values cancels in dq."""
+    o = options_of((5, 8), (2, 2), 0)
+    (q, k, v, mixing), _, mask = make(o, (2, 2, 16, 16), FULL, mask=True, mean=1.0)
+    monkeypatch.setattr(plan, "anchor_parts", lambda n, heads, bn: (parts, n if parts == 1 else bn))
+    found = torch.full((2, 2, 16), float("nan"))
+    launch.anchor_of(launch.Call(q, k, v, mixing, o, mask, None), found.view(4, 16))
+    mean = torch.stack([x[keep].mean(0) for x, keep in zip(v.double(), mask, strict=True)])
+    assert relative_error(found, mean) <= TOLERANCE[FULL]
+
+
 def test_more_blocks_than_a_tile(monkeypatch):
     o = options_of((18,), (18,), 0, normalize=False)
     inputs = make(o, (1, 1, 16, 16), FULL)

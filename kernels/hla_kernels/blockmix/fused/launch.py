@@ -40,20 +40,22 @@ class Call:
         self.prec, (self.mix, self.mid) = precision(q.dtype, o), moment_precisions(q.dtype, o)
         self.programs = self.m * self.bh
         self.keep = None if mask is None else mask.contiguous().view(torch.uint8)
-        self.scale, self.scales = self.scaling(mask)
+        # 1 / tokens of a sample, [B]
+        self.shares = None if mask is None else 1.0 / mask.sum(1).clamp(min=1).float()
+        self.scale, self.scales = self.scaling()
         # contiguous, so that a row of angles is one load; float16 (11 bits) is enough for bfloat16 features (8 bits)
         exact = q.dtype != torch.bfloat16 or o.moments == "float32"
         angles = torch.float32 if exact else torch.float16
         self.angles = (None, None) if rotary is None else tuple(x.to(angles).contiguous() for x in rotary)
         self.ht = 1 if rotary is None or rotary[0].dim() == 2 else self.h
 
-    def scaling(self, mask: Tensor | None) -> tuple[float, Tensor | None]:
+    def scaling(self) -> tuple[float, Tensor | None]:
         """Return s, and s per sample [B] if sequences differ, else None."""
         if self.o.scale is not None:
             return self.o.scale * self.o.q_scale, None
-        if mask is None:
+        if self.shares is None:
             return self.o.q_scale * self.m / self.n, None
-        return 1.0, self.o.q_scale * self.m / mask.sum(1).clamp(min=1).float()
+        return 1.0, self.o.q_scale * self.m * self.shares
 
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor on the device of the call."""
@@ -102,8 +104,8 @@ def anchor_of(call: Call, out: Tensor | None) -> None:
     a = alignment(call.v)
     launch(
         sum_values, call.bh * parts,
-        call.v, call.keep, partial, strides(call.v, a), call.n, call.h, call.bh, call.group, chunk, 1.0 / call.n,
-        ALIGN=a, **{name: call.w[name] for name in ("DV", "V1", "V2")}, BN=bn, num_warps=4, num_stages=3,
+        call.v, call.keep, call.shares, partial, strides(call.v, a), call.n, call.h, call.bh, call.group, chunk,
+        1.0 / call.n, ALIGN=a, **{name: call.w[name] for name in ("DV", "V1", "V2")}, BN=bn, num_warps=4, num_stages=3,
     )  # fmt: skip
     if parts > 1:
         add(partial, out, 1, parts, call.bh * call.dv, 32)

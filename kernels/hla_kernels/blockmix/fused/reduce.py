@@ -40,10 +40,10 @@ from .tokens import (
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def sum_values(
-    v, keep, out, vs, N, H, BH, G, chunk, scale, ALIGN: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
+    v, keep, shares, out, vs, N, H, BH, G, chunk, scale, ALIGN: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Store scale times the sum of v over consecutive tokens in out [parts, B * H, V]."""
+    """Store the sum of v over consecutive tokens, times scale or a share of [B], in out [parts, B * H, V]."""
     bh = tl.program_id(0) % BH
     part = tl.program_id(0) // BH
     v = at_head(v, vs, bh, H, G, ALIGN)
@@ -55,8 +55,8 @@ def sum_values(
         if keep is not None:
             live = live & (tl.load(keep + tokens, mask=live, other=0) != 0)
         s = add_sum(s, load_rows(v, tokens, vs[1] * ALIGN, live, DV, V1, V2, False), V2)
-    total = end_sum(s, V1, V2, True)
-    store_vec(out + tl.program_id(0).to(tl.int64) * DV, axpy2(zeros2(V1, V2), scale, total, V2), DV, V1, V2)
+    total = axpy2(zeros2(V1, V2), scale_of(shares, scale, bh, H), end_sum(s, V1, V2, True), V2)
+    store_vec(out + tl.program_id(0).to(tl.int64) * DV, total, DV, V1, V2)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
