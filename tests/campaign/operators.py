@@ -50,12 +50,14 @@ class Refused(Exception):
 
 @dataclass
 class Figures:
-    """What became of calls; worst: the largest error of each operator over what is allowed."""
+    """What became of calls; worst: the largest error of each operator over what is allowed; closest: its result and
+    call."""
 
     calls: int = 0
     refused: int = 0
     kinds: Counter = field(default_factory=Counter)
     worst: dict[str, float] = field(default_factory=dict)
+    closest: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
 
@@ -266,8 +268,8 @@ def check(call: Call, device: str, figures: Figures | None = None) -> str:
         if a.shape != t.shape:
             return f"{name} has shape {tuple(a.shape)} instead of {tuple(t.shape)}"
         error = float((a.double() - t).norm())
-        if figures is not None and math.isfinite(error):
-            figures.worst[call.op] = max(figures.worst.get(call.op, 0.0), error / limit)
+        if figures is not None and figures.worst.get(call.op, 0.0) < error / limit < math.inf:
+            figures.worst[call.op], figures.closest[call.op] = error / limit, f"{name} of {call}"
         if not error <= limit:
             return f"{name} is off by {error:.2e}, allowed are {limit:.2e} of {float(t.norm()):.2e}"
     return ""
