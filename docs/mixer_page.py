@@ -12,7 +12,10 @@ from zoo.io import markdown_table
 from zoo.mixers import MIXERS, Mixer, MixerConfig
 
 RESULTS = Path(__file__).parent / "results"
-RUNS = ("quality", "power-h100", "quality-digits", "denoisers-h100", "dit-cifar10", "video-clips")
+RUNS = (
+    "quality", "power-h100", "power-h200", "quality-digits", "denoisers-h100", "denoisers-h200", "dit-cifar10",
+    "video-clips",
+)  # fmt: skip
 ARENA, SPEEDS = RESULTS / "arena.json", RESULTS / "arena-speed.json"
 BETTER = {"top1": 1, "validation loss": -1, "validation loss of the average": -1}  # measure -> sign of a good one
 SOURCES = ("scratch", "converted", "control")  # of the weights that a run starts from

@@ -28,11 +28,13 @@ MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.D
 PAGES = {  # name -> title and table of the page with all rows
     "quality": ("Classifiers with elu1 or ReLU features", tables.by_test),
     "power-h100": ("Classifiers with the power map", tables.by_test),
+    "power-h200": ("Classifiers with the power map, and delta rules", tables.by_test),
     "quality-digits": ("Digits", tables.experiments),
     "attention-power-h100": ("Ranks of the attention matrices: hla2, mhla, mhla2", tables.plain),
     "attention-power-h200": ("Ranks of the attention matrices: softmax and first orders, ahla, hla3", tables.plain),
     "dit-cifar10": ("A pixel DiT, converted", tables.diffusion),
     "denoisers-h100": ("Denoisers with the power map", tables.diffusion),
+    "denoisers-h200": ("Denoisers with the power map, converted", tables.diffusion),
     "video-clips": ("A small video transformer", tables.diffusion),
     "fidelity-h100": ("Adaptive multipole: closeness to softmax", tables.fidelity),
     "adaptive-conversions-h100": ("Adaptive multipole: fine-tuned", tables.experiments),
@@ -58,7 +60,9 @@ PAGES = {  # name -> title and table of the page with all rows
 SUMMARIES = {  # tables of other pages, if not those of PAGES
     "quality": tables.accuracy,
     "power-h100": tables.accuracy,
+    "power-h200": tables.accuracy,
     "denoisers-h100": tables.denoisers,
+    "denoisers-h200": tables.denoisers,
     "dit-cifar10": tables.denoisers,
     "kernels-h200": report.two_sided,
     "models-h200": tables.speeds,

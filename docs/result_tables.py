@@ -37,7 +37,7 @@ def by_test(result: dict) -> str:
 
 def accuracy(result: dict) -> str:
     """Summary of classification runs on test images: one line per mixer, one column per experiment with several mixers.
-    Cells: mean top-1 in percent (number of seeds). Conversions are calibrated ones."""
+    Cells: mean top-1 in percent (number of seeds). Conversions are calibrated, a control is the best of its seed."""
     rows = [
         row | {"column": _column(row), "named": short_name(row)}
         for row in result["rows"]
@@ -48,7 +48,7 @@ def accuracy(result: dict) -> str:
     names = dict.fromkeys(row["named"] for rows in columns.values() for row in rows)
     lines = []
     for name in sorted(names, key=lambda name: (name.split()[0] != "softmax", name.split()[0])):
-        found = [{row["seed"]: row["value"] for row in column if row["named"] == name} for column in columns.values()]
+        found = [by_seed([row for row in column if row["named"] == name]) for column in columns.values()]
         lines.append([name, *(f"{statistics.mean(c.values()):.1f} ({len(c)})" if c else "-" for c in found)])
     return table(["mixer", *columns], lines)
 
@@ -100,10 +100,14 @@ def denoisers(result: dict) -> str:
     ).items():
         values = [[row["value"] for row in runs if row["metric"] == metric] for metric in metrics]
         cells = [f"{statistics.mean(v):.4g}" if v else "-" for v in values]
-        about = [re.sub("_(tune|convert)$", "", experiment), name, f"{source}, {budget.partition(' of ')[0]}"]
+        about = [_model(experiment), name, f"{source}, {budget.partition(' of ')[0]}"]
         lines.append([*about, len({row["seed"] for row in runs}), *cells])
     lines.sort(key=lambda line: line[0])
     return table(["model", "mixer", "training", "seeds", *metrics], lines)
+
+
+def _model(experiment: str) -> str:
+    return re.sub("_(tune|convert)$", "", experiment)
 
 
 def experiments(result: dict) -> str:
@@ -129,9 +133,17 @@ def spread(values: list[float]) -> str:
     return mean if len(values) == 1 else f"{mean} ({min(values):.2f} to {max(values):.2f})"
 
 
+def by_seed(rows: list[dict]) -> dict[int, float]:
+    """The best value of each seed: several controls differ in their settings."""
+    best: dict[int, float] = {}
+    for row in rows:
+        best[row["seed"]] = max(row["value"], best.get(row["seed"], row["value"]))
+    return best
+
+
 def differences(rows: list[dict], others: list[dict]) -> str:
-    """Mean difference to the run of the same seed, and the range."""
-    other = {row["seed"]: row["value"] for row in others}
+    """Mean difference to the best run of the same seed, and the range."""
+    other = by_seed(others)
     found = [row["value"] - other[row["seed"]] for row in rows if row["seed"] in other]
     return spread(found) if found else "-"
 
@@ -176,7 +188,7 @@ def conversions(rows: list[dict]) -> str:
         for key, runs in grouped(
             [r for r in tuned if r["source"] in ("teacher", "control")], "source", "budget"
         ).items():
-            values = spread(list({row["seed"]: row["value"] for row in runs}.values()))
+            values = spread(list(by_seed(runs).values()))
             seeds = str(len({row["seed"] for row in runs}))
             cells = [*place, key[1], f"softmax ({key[0]})", "-", "-", "-", values, "-", "-", "-", seeds]
             lines.append(f"| {' | '.join([*cells, mean_seconds(runs)])} |")
@@ -193,7 +205,7 @@ def grouped_by(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
 
 def recovery(runs: list[dict], controls: list[dict], floors: list[dict]) -> str:
     """The mean over seeds of (converted - floor) / (control - floor)."""
-    control, floor = ({row["seed"]: row["value"] for row in rows} for rows in (controls, floors))
+    control, floor = by_seed(controls), by_seed(floors)
     found = [
         (row["value"] - floor[row["seed"]]) / (control[row["seed"]] - floor[row["seed"]])
         for row in runs
@@ -204,24 +216,25 @@ def recovery(runs: list[dict], controls: list[dict], floors: list[dict]) -> str:
 
 def diffusion(result: dict) -> str:
     """One line per model and one column per metric: mean and range over seeds; Frechet distances also relative to the
-    control. The last line holds the distances of the test images, if there are scores."""
+    control of the same model. The last line holds the distances of the test images, if there are scores."""
     metrics = list(dict.fromkeys(row["metric"] for row in result["rows"]))
     arms = grouped(result["rows"], "source", "budget", "experiment")
-    several = len({row["experiment"].removesuffix("_tune") for row in result["rows"]}) > 1
-    control = [row for row in result["rows"] if row["source"] == "control"]
-    controls = {m: [row["value"] for row in control if row["metric"] == m] for m in metrics}
+    several = len({_model(row["experiment"]) for row in result["rows"]}) > 1
+    control = [row | {"model": _model(row["experiment"])} for row in result["rows"] if row["source"] == "control"]
+    controls = {key: [row["value"] for row in rows] for key, rows in grouped_by(control, "metric", "model").items()}
     head = [*(["experiment"] if several else []), "mixer", "source", "budget", "seeds", "seconds", *metrics]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for (source, budget, experiment, name), runs in arms.items():
         by_metric = {m: [row["value"] for row in runs if row["metric"] == m] for m in metrics}
-        cells = [distances(m, by_metric[m], controls[m] if source == "converted" else []) for m in metrics]
+        beside = [controls.get((m, _model(experiment)), []) if source == "converted" else [] for m in metrics]
+        cells = [distances(m, by_metric[m], control) for m, control in zip(metrics, beside, strict=True)]
         seconds = statistics.mean(row["wall_s"] for row in runs)
         seeds = str(len({row["seed"] for row in runs}))
         about = [*([experiment] if several else []), name, source, budget, seeds, f"{seconds:.0f}"]
         lines.append(f"| {' | '.join(about + cells)} |")
     if "floor" in result:
         floor = " | ".join(f"{result['floor'][m]:.4g}" if m in result["floor"] else "-" for m in metrics)
-        lines.append(f"| - | test images | - | - | - | {floor} |")
+        lines.append(f"| {'- | ' if several else ''}- | test images | - | - | - | {floor} |")
     return "\n".join(lines)
 
 
