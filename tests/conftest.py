@@ -16,9 +16,8 @@ from PIL import Image
 os.environ.setdefault("HF_HOME", str(Path(tempfile.gettempdir()) / "hla-zoo-tests"))  # not the user's cache
 
 
-LONG = (
-    "test_no_spills", "test_operators", "test_demo_with", "test_sigkill_and_resume", "test_parts_of_the_weights",
-    "test_every_family_of_diffusers", "test_quality_table_and",
+LONG = (  # parts of names of tests; whole files where tests share what takes long
+    "::test_no_spills", "::test_operators", "::test_demo_with", "::test_sigkill", "train/test_sharding.py",
 )  # fmt: skip
 
 
@@ -32,7 +31,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a minute first: a process that begins one last is waited for by the others."""
-    items.sort(key=lambda item: not item.name.startswith(LONG))
+    items.sort(key=lambda item: not any(part in item.nodeid for part in LONG))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from benchmarks import check as checking
 from benchmarks import formulas, models, operators, peers, report, rows, timing
 from benchmarks.profile import part_of, times
 from benchmarks.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_bytes, floor_us
-from tests.helpers.runs import run_tool
+from tests.forks import run_fork
 
 RATE = 4.27e12  # bytes per second of a copy; the floors below were worked out by hand for it
 
@@ -299,7 +299,7 @@ def test_what_is_refused(words, sentence, monkeypatch):
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence():
-    status, _, err = run_tool("benchmark", "kernels")
+    status, _, err = run_fork("tools/benchmark.py", "kernels")
     assert status == 2 and err.strip() == "error: kernels measures a CUDA GPU, and torch sees none here"
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.runs import ROOT, run_tool, tiny
+from tests.forks import run_fork
+from tests.helpers.runs import ROOT, tiny
 from zoo import config
 from zoo.data import InputSpec
 from zoo.data.settings import DataSettings
@@ -75,7 +76,7 @@ def test_help(name, capsys):
     ],
 )
 def test_errors_are_one_sentence_and_status_two(name, words, sentence):
-    status, _, err = run_tool(name, *words)
+    status, _, err = run_fork(f"tools/{name}.py", *words)
     assert status == 2
     assert err.strip().splitlines()[-1].startswith(sentence) and "Traceback" not in err
 
@@ -179,7 +180,7 @@ def test_timm_scripts_know_our_names(tmp_path):
         "import sys, timm\nif __name__ == '__main__':\n"
         "    print(timm.is_model('vit_ahla_tiny_patch16_224'), sys.argv[1:], sys.path[0])\n"
     )
-    status, out, err = run_tool("timm_run", str(script), "--model", "x")
+    status, out, err = run_fork("tools/timm_run.py", str(script), "--model", "x")
     assert (status, out.strip()) == (0, f"True ['--model', 'x'] {tmp_path}"), err
 
 
@@ -187,18 +188,30 @@ def test_timm_scripts_train_save_and_resume_our_models(tmp_path):
     """What timm's train.py does with a model, without its arguments and data."""
     script = tmp_path / "train.py"
     script.write_text(TIMM_SCRIPT)
-    status, out, err = run_tool("timm_run", str(script), str(tmp_path))
+    status, out, err = run_fork("tools/timm_run.py", str(script), str(tmp_path))
     assert (status, out.strip()) == (0, "resumed at epoch 1"), err
     script.write_text("raise ValueError('of the script')\n")
-    status, _, err = run_tool("timm_run", str(script))
+    status, _, err = run_fork("tools/timm_run.py", str(script))
     assert status == 1 and "Traceback" in err and err.strip().endswith("ValueError: of the script")
 
 
-def test_demo_with_a_tiny_budget(tmp_path):
+def small_configs(folder):
+    """The configurations of the demo with small models."""
+    for name in ("vit/digits_softmax", "vit/digits_finetune", "dit/digits", "dit/digits_finetune"):
+        text = (ROOT / "configs" / f"{name}.yaml").read_text()
+        text = text.replace("embed_dim: 64, depth: 4, num_heads: 4", "embed_dim: 16, depth: 2, num_heads: 2")
+        text = text.replace("num_layers: 4, num_attention_heads: 4", "num_layers: 2, num_attention_heads: 2")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def test_demo_with_a_tiny_budget(tmp_path, monkeypatch):
     pytest.importorskip("torch_fidelity", reason="it comes with hla-zoo[eval]")
     import demo
 
-    short = ["epochs=1", "mixers=[mhla,la]", "steps=4", "samples=100"]
+    monkeypatch.setattr(demo, "CONFIGS", small_configs(tmp_path / "configs"))
+    short = ["epochs=1", "mixers=[mhla,la]", "steps=4", "samples=60"]
     rows = demo.main([f"out={tmp_path}/demo", *short])
     classifiers = ["softmax", "softmax_more", "mhla_zero_shot", "mhla", "la_zero_shot", "la"]
     assert list(rows) == [*classifiers, "dit", "dit_more", "dit_zero_shot", "dit_converted"]
@@ -207,7 +220,7 @@ def test_demo_with_a_tiny_budget(tmp_path):
         number = f"{row['top1']:.1f}" if name in classifiers else f"{row['scores']['fid']:.2f}"
         assert f"| {number} |" in report, name
         if name not in classifiers:
-            assert (row["samples"]["n"], row["reference"]["n"], row["extractor"]["dim"]) == (100, 797, 64)
+            assert (row["samples"]["n"], row["reference"]["n"], row["extractor"]["dim"]) == (60, 797, 16)
     (tmp_path / "mine.txt").touch()
     with pytest.raises(ValueError, match=r"files that are not from a demo"):
         demo.main([f"out={tmp_path}"])
@@ -221,7 +234,8 @@ def test_demo_with_a_tiny_budget(tmp_path):
 def test_quality_table_and_its_continuation(tmp_path):
     from benchmark import quality
 
-    short = ["schedule.epochs=1", "schedule.warmup_epochs=0", "data.batch_size=250"]
+    short = ["schedule.epochs=1", "schedule.warmup_epochs=0", "data.batch_size=250", "model.img_size=8"]
+    short += [f"model.kwargs.{word}" for word in ("embed_dim=16", "depth=2", "num_heads=2")]
     words = [f"{ROOT}/configs/vit/digits_softmax.yaml", *short, f"out={tmp_path}", "data.train="]
     scratch = [*words, "mixers=[softmax,softmax depthwise=v]", f"json={tmp_path}/quality.json"]
     table = quality(scratch)

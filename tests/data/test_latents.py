@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import zoo.data.latents.extracting as extracting
-from tests.helpers.runs import run_tool
+from tests.forks import run_fork
 from tests.helpers.tiny_runs import tiny
 from zoo.data.latents import Latents, read_manifest
 from zoo.data.plan import BatchPlan
@@ -269,7 +269,7 @@ def test_sd3_from_images_to_samples(captioned, vae, tmp_path):
     steps = ["schedule.steps=2", "sample.count=2", "sample.steps=2", "optim.ema=0.5", f"run.folder={run}"]
     model = [f"model.checkpoint={pipeline}", "model.mixer=la", "distill.teacher=source", "distill.attention=0.5"]
     words = [*(f"data.{word}" for word in data), *steps, *model]
-    status, out, err = run_tool("finetune_t2i", "--dry-run", *words)
+    status, out, err = run_fork("tools/finetune_t2i.py", "--dry-run", *words)
     assert status == 0, err
     assert json.loads(out.splitlines()[-1])["step"] == 1
     assert finetune_t2i.main(words)["step"] == 2

@@ -18,7 +18,7 @@ from diffusers import (
 from PIL import Image
 
 import zoo
-from tests.helpers.runs import run_tool, start_tool
+from tests.forks import Fork, finish, start_two
 from tests.helpers.sampling import settings
 from tests.helpers.small_images import noise_images, small_extractor
 from tests.helpers.tiny_diffusion import tiny_dit, tiny_pipeline, tiny_pixels, tiny_text_pipeline, tiny_vae
@@ -134,8 +134,7 @@ def test_labels():
 def test_two_processes_make_the_images_of_one(tmp_path):
     folder = tiny_pixels(tmp_path / "model")
     words = [f"sample.model={folder}", "sample.steps=3", "sample.count=7", "sample.device=cpu", "sample.guidance=2"]
-    two = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-    status, out, err = run_tool("sample", *words, "sample.batch_size=2", f"out={tmp_path}/two.npz", launcher=two)
+    status, out, err = finish(start_two("tools/sample.py", *words, "sample.batch_size=2", f"out={tmp_path}/two.npz"))
     assert status == 0, err
     assert out.count("wrote ") == 1
     run_sampling(settings(tmp_path / "one.npz", model=folder, guidance=2.0), "")
@@ -195,7 +194,7 @@ def test_a_run_continues_where_it_stopped(out, tmp_path):
 def test_killed_and_started_again(tmp_path):
     folder = tiny_pixels(tmp_path / "model")
     words = [f"sample.model={folder}", "sample.steps=40", "sample.count=60", "sample.batch_size=1", "sample.device=cpu"]
-    process = start_tool("sample", *words, f"out={tmp_path}/x")
+    process = Fork("tools/sample.py", *words, f"out={tmp_path}/x")
     deadline = time.monotonic() + 600
     while len(list((tmp_path / "x").glob("*.png"))) < 3:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()

@@ -1,5 +1,6 @@
-"""Runs in several CPU processes, one after the other, under DDP or FSDP2, then every family of diffusers:
-`python -m torch.distributed.run ... THIS FOLDER`, which holds jobs.yaml, a list of `Job`s as mappings.
+"""Runs in several CPU processes, one after the other, under DDP or FSDP2, then every family of diffusers.
+
+The folder given as the argument holds jobs.yaml, a list of `Job`s as mappings.
 
 On CPUs accelerate knows only DDP: what its configuration for FSDP2 would set is set here.
 """

@@ -7,7 +7,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.runs import TINY, run_tool, tiny
+from tests.forks import run_fork
+from tests.helpers.runs import TINY, tiny
 from zoo import config
 from zoo.errors import TrainingFailed
 from zoo.train.checkpoint import MANIFEST, list_checkpoints, write_manifest
@@ -31,7 +32,7 @@ def test_a_rate_far_too_high_ends_with_status_2_and_no_weights(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config.merge(TINY, {"run": {"checkpoint_steps": 5, "keep_checkpoints": 2}})))
     words = (f"run.folder={tmp_path}/run", "optim.lr=1e38", "optim.clip_grad_norm=null")
-    status, _, err = run_tool("train_vit", str(file), *words)
+    status, _, err = run_fork("tools/train_vit.py", str(file), *words)
     assert status == 2 and "Traceback" not in err
     assert [line for line in err.splitlines() if line.startswith("error:")] == [err.strip().splitlines()[-1]]
     assert not (tmp_path / "run" / "result.json").exists() and not list((tmp_path / "run").glob("*.safetensors"))

@@ -15,7 +15,8 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from tests.helpers.runs import TINY, run_tool, start_tool, tiny, wait_for_step
+from tests.forks import Fork, run_fork
+from tests.helpers.runs import TINY, tiny, wait_for_step
 from zoo import config
 from zoo.files import LOCK, FolderLock, naming, replacing, replacing_folder, sweep
 from zoo.train.checkpoint import list_checkpoints
@@ -23,12 +24,6 @@ from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import read_rows
 
 GONE = 2**22 + 1  # no process has this number: Linux numbers them up to 2^22
-LIMITED = (  # a Python that runs a tool with a limit on the size of files, in bytes
-    "-c",
-    "import resource, runpy, sys; n = int(sys.argv.pop()); resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
-    "sys.argv.pop(0); sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
-    "runpy.run_path(sys.argv[0], None, '__main__')",
-)
 
 
 def write_config(folder: Path, **sections) -> Path:
@@ -46,22 +41,22 @@ def same_weights(*runs: Path) -> bool:
 
 
 def test_a_run_that_is_asked_to_stop_writes_a_checkpoint_and_goes_on_bit_identically(tmp_path):
-    file = write_config(tmp_path, schedule={"epochs": 4}, data={"cache": False, "workers": 1}, log={"every": 1})
-    assert run_tool("train_vit", str(file), f"run.folder={tmp_path}/whole")[0] == 0
+    file = write_config(tmp_path, schedule={"epochs": 3}, data={"cache": False, "workers": 1}, log={"every": 1})
+    assert run_fork("tools/train_vit.py", str(file), f"run.folder={tmp_path}/whole")[0] == 0
     words = (str(file), f"run.folder={tmp_path}/cut", "run.resume=true", "run.checkpoint_epochs=1000")
-    for number, after in ((signal.SIGTERM, 3), (signal.SIGINT, 14)):
-        process = start_tool("train_vit", *words)
+    for number, after in ((signal.SIGTERM, 3), (signal.SIGINT, 12)):
+        process = Fork("tools/train_vit.py", *words)
         wait_for_step(tmp_path / "cut", after, process)
         process.send_signal(number)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 128 + number and "Traceback" not in err, err
         step = read_rows(tmp_path / "cut" / "metrics.jsonl")[-1]["step"]
         assert [line for line in out.splitlines() if line.startswith("stopped")] == [
-            f"stopped by {number.name} at step {step} of 40: run.resume=true continues at step {step}"
+            f"stopped by {number.name} at step {step} of 30: run.resume=true continues at step {step}"
         ]
         assert list_checkpoints(tmp_path / "cut" / "checkpoints")[-1].name == f"step-{step:08d}"
         assert not (tmp_path / "cut" / LOCK).exists()
-    assert run_tool("train_vit", *words)[0] == 0
+    assert run_fork("tools/train_vit.py", *words)[0] == 0
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
     losses = [
         [(r["step"], r.get("loss")) for r in read_rows(tmp_path / run / "metrics.jsonl") if r["kind"] != "checkpoint"]
@@ -157,7 +152,7 @@ def test_a_disk_that_is_full_is_one_sentence_and_nothing_is_lost(tmp_path, limit
     """In metrics.jsonl or config.yaml, in the weights, in the state of the optimiser."""
     file = write_config(tmp_path, run={"checkpoint_steps": 4})
     words = (str(file), f"run.folder={tmp_path}/run", "run.resume=true")
-    status, _, err = run_tool("train_vit", *words, str(limit), launcher=LIMITED)
+    status, _, err = run_fork("tools/train_vit.py", *words, limit=limit)
     assert status == 2 and "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith("error: ") and "File too large" in err
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == []

@@ -1,7 +1,6 @@
 """Interrupted runs: killed at any step and continued, they end with the same weights, bit for bit."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -13,7 +12,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.runs import TINY, run_tool, start_tool, tiny, wait_for_step
+from tests.forks import Fork, finish, run_fork, start_two
+from tests.helpers.runs import TINY, tiny, wait_for_step
 from zoo import config
 from zoo.models.checkpoint_tags import decode_tag
 from zoo.train.checkpoint import list_checkpoints
@@ -25,7 +25,7 @@ EVERYTHING = {  # whatever draws random numbers or keeps a state
         "mixup": 0.4, "cutmix": 1.0, "crop": "resized", "auto_augment": "rand-m5-inc1", "random_erase": 0.2,
         "color_jitter": 0.2,
     },
-    "data": {"cache": False, "workers": 1, "batch_size": 200},
+    "data": {"cache": False, "workers": 1, "batch_size": 100},
     "model": {
         "mixer": "ahla",
         "mixer_options": {"gate": True},
@@ -33,7 +33,7 @@ EVERYTHING = {  # whatever draws random numbers or keeps a state
     },
     "optim": {"ema": 0.99, "grad_accum_steps": 2, "mixer_lr_scale": 3.0, "anneal": 0.6},
     "distill": {"temperature": 2.0},
-    "schedule": {"epochs": 4, "warmup_epochs": 1},
+    "schedule": {"epochs": 2, "warmup_epochs": 0.5},
     "run": {"checkpoint_steps": 1, "keep_checkpoints": 2},
 }
 
@@ -48,18 +48,18 @@ def write_config(folder: Path) -> Path:
 def test_sigkill_and_resume_is_bit_identical(tmp_path):
     ClassificationRun(tiny(tmp_path / "teacher")).train()
     file = write_config(tmp_path)
-    status, _, err = run_tool("train_vit", str(file), f"run.folder={tmp_path}/whole")
+    status, _, err = run_fork("tools/train_vit.py", str(file), f"run.folder={tmp_path}/whole")
     assert status == 0, err
     rng = random.Random(time.time_ns())
-    kill_at = sorted(rng.sample(range(1, 19), 2))
+    kill_at = sorted(rng.sample(range(1, 13), 2))
     for step in kill_at:
-        process = start_tool("train_vit", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+        process = Fork("tools/train_vit.py", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
         wait_for_step(tmp_path / "killed", step, process)
-        time.sleep(rng.random() * 0.2)  # anywhere inside a step, also while a checkpoint is written
+        time.sleep(rng.random() * 0.1)  # anywhere inside a step, also while a checkpoint is written
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not (tmp_path / "killed" / "model.safetensors").exists()
-    status, out, err = run_tool("train_vit", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+    status, out, err = run_fork("tools/train_vit.py", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
     assert status == 0, err
     assert "continuing" in out, kill_at
     for name in ("model.safetensors", "model_ema.safetensors"):
@@ -82,21 +82,19 @@ def test_sigkill_and_resume_is_bit_identical(tmp_path):
 
 def test_sigkill_of_two_processes_and_resume_is_bit_identical(tmp_path):
     ClassificationRun(tiny(tmp_path / "teacher")).train()
-    file, two = write_config(tmp_path), ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-    short = (str(file), "schedule.epochs=2")  # 10 steps
-    status, _, err = run_tool("train_vit", *short, f"run.folder={tmp_path}/whole", launcher=two)
+    short = ("tools/train_vit.py", str(write_config(tmp_path)), "data.batch_size=80")  # 24 steps
+    status, _, err = finish(start_two(*short, f"run.folder={tmp_path}/whole"))
     assert status == 0, err
     words = (*short, f"run.folder={tmp_path}/killed", "run.resume=true")
     rng = random.Random(time.time_ns())
-    kill_at = rng.randrange(1, 9)
-    launcher = start_tool("train_vit", *words, launcher=two)
-    wait_for_step(tmp_path / "killed", kill_at, launcher)
-    time.sleep(rng.random() * 0.2)
-    for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-        os.kill(int(child), signal.SIGKILL)
-    launcher.communicate()
-    assert launcher.returncode != 0 and not (tmp_path / "killed" / "model.safetensors").exists()
-    status, out, err = run_tool("train_vit", *words, launcher=two)
+    kill_at = rng.randrange(1, 7)
+    processes = start_two(*words)
+    wait_for_step(tmp_path / "killed", kill_at, processes[0])
+    time.sleep(rng.random() * 0.1)
+    for process in processes:
+        process.kill()
+    assert finish(processes)[0] == -signal.SIGKILL and not (tmp_path / "killed" / "model.safetensors").exists()
+    status, out, err = finish(start_two(*words))
     assert status == 0, err
     assert out.count("continuing") == 1, kill_at
     for name in ("model.safetensors", "model_ema.safetensors"):

@@ -2,11 +2,8 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+import signal
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +14,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.helpers.runs import ROOT, TINY, tiny
+from tests.forks import finish, start_two
+from tests.helpers.runs import TINY, tiny
 from zoo import config
 from zoo.diffusion.loading import load_transformer
 from zoo.timer import MEASURED
@@ -28,7 +26,6 @@ from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.distributed import create_accelerator
 from zoo.train.metrics_log import read_rows
 
-HERE = Path(__file__).parent
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 DIFFUSION = {  # whatever the processes must agree on
     "model": {  # elu1: Adam makes of the rounding of powers, by which processes differ, a thousandth of a step
@@ -73,9 +70,9 @@ def runs(tmp_path_factory):
     add("diffusion", "source", [DIFFUSION, {"model": {**HOST, "mixer": "", "mixer_options": {}}}], by="ddp")
     jobs[-1]["tree"] |= {"distill": {}, "schedule": {"steps": 2}, "sample": {}}
     start = [DIFFUSION, {"model": {"checkpoint": str(folder / "source")}}]
-    for name, by in (("ddp_cut", "ddp"), ("cut", "fsdp2")):  # SIGKILL ends all processes of a launch
+    for name, by in (("ddp_cut", "ddp"), ("cut", "fsdp2")):
         add("diffusion", name, start, by=by, stop=5, killed=True, poison=[2])
-        assert "Signal 9 (SIGKILL)" in launch(folder, jobs).stderr
+        assert launch(folder, jobs)[0] == -signal.SIGKILL
         assert list_checkpoints(folder / name / "checkpoints") and not (folder / name / DIFFUSERS[0]).exists()
         jobs.clear()
     lora = [*start, {"lora": {"rank": 2}, "run": {"precision": "bf16"}}]
@@ -93,20 +90,16 @@ def runs(tmp_path_factory):
     add("image", "image", [], by="ddp")
     for name, by in (("image_ddp", "ddp"), ("image_fsdp", "fsdp2")):
         add("image", name, [IMAGE, {"model": {"checkpoint": str(folder / "image")}}], by=by)
-    done = launch(folder, jobs)
-    assert done.returncode == 0, done.stderr
+    status, err = launch(folder, jobs)
+    assert status == 0, err
     return folder
 
 
 def launch(folder, jobs):
-    """Carry out the jobs in two processes."""
+    """Carry out the jobs in two processes. (exit status, errors)."""
     (folder / "jobs.yaml").write_text(yaml.safe_dump(jobs))
-    places = [ROOT, ROOT / "kernels"]
-    cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    fixed = {"PYTHONPATH": os.pathsep.join([*map(str, places), *sys.path]), **cpu}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [str(HERE / "sharded.py"), str(folder)]
-    return subprocess.run(command, env={**os.environ, **fixed}, capture_output=True, text=True)
+    status, _, err = finish(start_two("tests/train/sharded.py", str(folder)))
+    return status, err
 
 
 def difference(runs, file, a, b):

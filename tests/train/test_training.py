@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from tests.helpers.runs import TINY, run_tool, tiny
+from tests.forks import finish, run_fork, start_two
+from tests.helpers.runs import TINY, tiny
 from zoo import config
 from zoo.conversion.distill import FeatureDistillation
 from zoo.models.timm.model_files import load_model, read_recipe
@@ -107,9 +108,8 @@ def test_two_processes_equal_one(tmp_path):
     file = tmp_path / "run.yaml"
     mixer = {"model": {"mixer": "poly"}, "optim": {"ema": 0.9}}
     file.write_text(yaml.safe_dump(config.merge(TINY, {**STEPS, **mixer, "augment": {"label_smoothing": 0.1}})))
-    two = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-    assert run_tool("train_vit", str(file), f"run.folder={tmp_path}/one")[0] == 0
-    status, out, err = run_tool("train_vit", str(file), f"run.folder={tmp_path}/two", launcher=two)
+    assert run_fork("tools/train_vit.py", str(file), f"run.folder={tmp_path}/one")[0] == 0
+    status, out, err = finish(start_two("tools/train_vit.py", str(file), f"run.folder={tmp_path}/two"))
     assert status == 0, err
     assert largest_difference(weights(tmp_path / "one"), weights(tmp_path / "two")) < 2e-5
     one, other = (json.loads((tmp_path / run / "result.json").read_text()) for run in ("one", "two"))

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from zoo.data.batch import Batch
 from zoo.data.decoding import Unreadable
-from zoo.data.plan import BatchPlan, Key, seed_everything
+from zoo.data.plan import BatchPlan, Key, seed_cpu
 from zoo.data.settings import AugmentSettings
 from zoo.data.sources import Source
 from zoo.data.transforms import InputSpec, Transform, eval_transform, train_transform
@@ -42,7 +42,7 @@ class ImageDataset(Dataset):
             except Unreadable as error:
                 reason = f"{self.source.name(index)}: {error}"
                 continue
-            seed_everything(self.seed, epoch, wanted)
+            seed_cpu(self.seed, epoch, wanted)
             return self.transform(image), label, wanted, index
         raise ValueError(f"not one of the {len(self)} images of the set can be read; the last is {reason}")
 

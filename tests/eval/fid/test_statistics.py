@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.helpers.runs import run_tool, tiny
+from tests.forks import finish, start_two
+from tests.helpers.runs import tiny
 from tests.helpers.small_images import SmallNetwork, noise_images, save_npz, small_extractor
 from zoo.data.transforms import center_crop
 from zoo.eval.fid import FidOptions, ModuleExtractor, load_statistics, reference_statistics, score
@@ -271,8 +272,7 @@ def test_tool_scores_in_two_processes_as_in_one(tmp_path, monkeypatch, one_threa
     words = [f"fid.extractor={tmp_path}/run", "fid.workers=0", "fid.batch_size=10", "fid.device=cpu"]
     evaluate_fid.main([*words, f"fid.reference={reference}", f"fid.save={tmp_path}/stats.safetensors"])
     words += [f"fid.samples={samples}", f"fid.reference={tmp_path}/stats.safetensors"]
-    two = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-    status, out, err = run_tool("evaluate_fid", *words, launcher=two)
+    status, out, err = finish(start_two("tools/evaluate_fid.py", *words))
     assert status == 0, err
     assert out.count("fid: ") == 1 and out.count("wrote ") == 1 and err.count("under 10000") == 1
     card = json.loads((tmp_path / "s.npz.fid.json").read_text())

@@ -10,7 +10,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.helpers.runs import run_tool, start_tool, wait_for_step
+from tests.forks import Fork, finish, run_fork, start_two
+from tests.helpers.runs import wait_for_step
 from tests.helpers.tiny_runs import tiny, tree
 from tests.helpers.tiny_video import SIZES
 from zoo import config
@@ -36,8 +37,8 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 @pytest.mark.parametrize(
     ("tool", "sections", "keep"),
     [
-        ("finetune_dit", {"objective": {"kind": "ddpm"}}, []),
-        ("finetune_video", {"model": WAN, "data": CLIPS, "objective": {"kind": "flow"}}, "every:2"),
+        ("finetune_dit.py", {"objective": {"kind": "ddpm"}}, []),
+        ("finetune_video.py", {"model": WAN, "data": CLIPS, "objective": {"kind": "flow"}}, "every:2"),
     ],
 )
 def test_sigkill_and_resume_is_bit_identical(tmp_path, tool, sections, keep):
@@ -47,17 +48,17 @@ def test_sigkill_and_resume_is_bit_identical(tmp_path, tool, sections, keep):
     file = tmp_path / "run.yaml"
     model = {**sections.get("model", {}), **model, "keep_softmax": keep}
     file.write_text(yaml.safe_dump(tree(tmp_path, **EVERYTHING | sections | {"model": model})))
-    status, _, err = run_tool(tool, str(file), f"run.folder={tmp_path}/whole")
+    status, _, err = run_fork(f"tools/{tool}", str(file), f"run.folder={tmp_path}/whole")
     assert status == 0, err
     rng = random.Random(time.time_ns())
     kill_at = rng.randrange(2, 6)
-    process = start_tool(tool, str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+    process = Fork(f"tools/{tool}", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
     wait_for_step(tmp_path / "killed", kill_at, process)
     time.sleep(rng.random() * 0.1)  # anywhere inside a step, also while a checkpoint is written
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "killed" / "transformer").exists()
-    status, out, err = run_tool(tool, str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
+    status, out, err = run_fork(f"tools/{tool}", str(file), f"run.folder={tmp_path}/killed", "run.resume=true")
     assert status == 0, err
     assert "continuing" in out, kill_at
     for name in ("transformer", "transformer_ema"):
@@ -89,8 +90,7 @@ def test_resuming_with_another_configuration_names_the_keys(tmp_path):
 def test_two_processes_share_a_run(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tree(tmp_path / "two", schedule={"steps": 2}, sample={"every": 2})))
-    two = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-    status, out, err = run_tool("finetune_dit", str(file), launcher=two)
+    status, out, err = finish(start_two("tools/finetune_dit.py", str(file)))
     assert status == 0, err
     assert out.count("{") == 1, "only the first process reports"
     one = DiffusionRun(tiny(tmp_path / "one", model={"kwargs": {}, "checkpoint": str(tmp_path / "two")}))

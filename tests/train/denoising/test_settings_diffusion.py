@@ -4,7 +4,8 @@ import diffusers
 import pytest
 import torch
 
-from tests.helpers.runs import ROOT, run_tool
+from tests.forks import run_fork
+from tests.helpers.runs import ROOT
 from tests.helpers.tiny_runs import tiny
 from zoo import config
 from zoo.diffusion.loading import load_transformer
@@ -138,12 +139,13 @@ def test_a_folder_that_is_no_transformer(saved, tmp_path):
 
 
 def test_the_tool_says_one_sentence():
-    status, _, err = run_tool("finetune_dit", "data.sorce=digits")
+    status, _, err = run_fork("tools/finetune_dit.py", "data.sorce=digits")
     assert status == 2 and err.strip().splitlines()[-1].startswith("error: unknown configuration key 'data.sorce'")
-    status, out, _ = run_tool("finetune_t2i", "--help")
+    status, out, _ = run_fork("tools/finetune_t2i.py", "--help")
     assert status == 0 and "objective.kind" in out and "--dry-run" in out
     sizes = "model.kwargs={num_layers: 1, num_attention_heads: 1, attention_head_dim: 8, cross_attention_dim: 8}"
-    status, _, err = run_tool("finetune_t2i", "model.kind=pixart", "data.source=digits", "data.img_size=8", sizes)
+    words = ("model.kind=pixart", "data.source=digits", "data.img_size=8", sizes)
+    status, _, err = run_fork("tools/finetune_t2i.py", *words)
     assert status == 2 and "is a model of prompts, but the data has 10 classes" in err
 
 
