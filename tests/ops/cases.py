@@ -59,14 +59,17 @@ def defined(op: str, options: dict[str, Any]) -> bool:
 BOTH_MODES = [(op, causal) for op in LINEAR for causal in (False, True) if not (causal and op == "polynomial")]
 
 
-def table(causal: bool, ops: tuple[str, ...] = LINEAR, names: tuple[str, ...] = tuple(OPTIONS)) -> list[tuple]:
-    """(op, options) pairs with readable ids for pytest.mark.parametrize; causal ones times DECAYS."""
+def table(causal: bool, names: tuple[str, ...] = tuple(OPTIONS), product: bool = False) -> list[tuple]:
+    """(op, options) pairs with readable ids for pytest.mark.parametrize. Causal ones have decays: all of them with
+    `product`, else a Latin square (every operator and every option meet every decay), and the paper's rule."""
     import pytest
 
-    rows = []
-    for op in ops:
-        for name in names:
-            for decay_name, decay in DECAYS.items() if causal else [("", {})]:
+    rows, cycle = [], [name for name in DECAYS if name != "paper"]
+    for i, op in enumerate(LINEAR):
+        for j, name in enumerate(names):
+            chosen = DECAYS if product else (cycle[(i + j) % len(cycle)], "paper")
+            for decay_name in chosen if causal else [""]:
+                decay = DECAYS[decay_name] if causal else {}
                 options = {**OPTIONS[name], **decay, "causal": causal}
                 if defined(op, options):
                     rows.append(pytest.param(op, options, id="-".join(x for x in (op, name, decay_name) if x)))

@@ -15,7 +15,7 @@ from tests.ops.cases import (
 )
 
 
-@pytest.mark.parametrize(("op", "options"), table(causal=False) + table(causal=True))
+@pytest.mark.parametrize(("op", "options"), table(causal=False) + table(causal=True, product=True))
 def test_definition(op, options):
     for n in (1, 17, 63, 64, 65, 197):
         q, k, v = tokens(n)

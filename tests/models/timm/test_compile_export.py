@@ -1,6 +1,7 @@
 """Full models under torch.compile without graph breaks, torch.export and autocast."""
 
 from collections import Counter
+from functools import cache
 
 import diffusers
 import pytest
@@ -10,11 +11,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import zoo
-from tests.helpers.tiny_models import GRID_OPTIONS, MIXERS, gradients, image, sites, tiny
+from tests.helpers.tiny_models import GRID_OPTIONS, GRIDLESS, MIXERS, gradients, image, sites, tiny
 from zoo.mixers import MIXERS as CLASSES
 from zoo.models import hla_name
 
 NAME = "vit_ahla_tiny_patch16_224"
+WHOLE = ["ahla", *(mixer for mixer in MIXERS if mixer not in GRIDLESS)]  # test_block has blocks of all the others
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def compiled(model):
     return torch.compile(model, backend=counter, fullgraph=True), counter
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", WHOLE)
 def test_fullgraph_forward_and_backward(mixer):
     model = tiny(hla_name("vit_tiny_patch16_224", mixer), mixer_options=GRID_OPTIONS)
     fast, _ = compiled(model)
@@ -43,7 +45,7 @@ def test_fullgraph_forward_and_backward(mixer):
 
 @pytest.mark.parametrize("name", ["vit_small_patch16_rope_mixed_224", "vit_small_patch16_dinov3"])
 def test_fullgraph_of_rotary_models(name):
-    model = tiny(name).eval()
+    model = tiny(name, depth=1).eval()
     zoo.convert(model, "hla2")
     fast, _ = compiled(model)
     assert torch.allclose(fast(image()), model(image()), atol=1e-5)
@@ -67,31 +69,42 @@ def operations(model, blocks, **inputs):
     return found
 
 
+def dit():
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "sample_size": 8}
+    return diffusers.DiTTransformer2DModel(**sizes, in_channels=4, out_channels=8)
+
+
+def vit_operations(model):
+    return operations(model, "blocks", x=image())
+
+
+def dit_operations(model):
+    label = torch.tensor([3])
+    inputs = {"hidden_states": torch.randn(1, 4, 8, 8), "timestep": label, "class_labels": label}
+    return operations(model, "transformer_blocks", **inputs)
+
+
+@cache
+def of_the_hosts():
+    return vit_operations(tiny("vit_tiny_patch16_224", depth=1)), dit_operations(dit())
+
+
 @pytest.mark.parametrize("mixer", ["la", "ahla", "hla2"])
 def test_a_converted_block_adds_its_operator_and_nothing_else(mixer):
     """No cast, copy, transpose or feature map that the softmax block does not have."""
-    vit = {"blocks": "blocks", "x": image()}
-    host = operations(tiny("vit_tiny_patch16_224"), **vit)
+    vit_host, dit_host = of_the_hosts()
     elu1 = {"feature_map": "elu1"}
-    more = operations(tiny(hla_name("vit_tiny_patch16_224", mixer), mixer_options=elu1), **vit) - host
+    more = vit_operations(tiny(hla_name("vit_tiny_patch16_224", mixer), mixer_options=elu1, depth=1)) - vit_host
     packed = "hla_kernels.two_sided_qkvpacked"
     assert more == {f"{packed}.default": 1, f"{packed}_backward.default": 1}
-
-    def dit():
-        sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "sample_size": 8}
-        return diffusers.DiTTransformer2DModel(**sizes, in_channels=4, out_channels=8)
-
-    label = torch.tensor([3])
-    inputs = {"hidden_states": torch.randn(1, 4, 8, 8), "timestep": label, "class_labels": label}
-    host = operations(dit(), "transformer_blocks", **inputs)
     converted = dit()
     zoo.convert(converted, mixer, **elu1)
-    more = operations(converted, "transformer_blocks", **inputs) - host
+    more = dit_operations(converted) - dit_host
     assert more == {"hla_kernels.two_sided.default": 1, "hla_kernels.two_sided_backward.default": 1}
 
 
 def test_two_batch_sizes_make_one_dynamic_graph():
-    model = tiny(NAME, mixer_options=GRID_OPTIONS).eval()
+    model = tiny(NAME, mixer_options=GRID_OPTIONS, depth=1).eval()
     fast, counter = compiled(model)
     for batch in (2, 3, 4, 7):
         assert torch.allclose(fast(image(batch)), model(image(batch)), atol=1e-5)
@@ -99,7 +112,7 @@ def test_two_batch_sizes_make_one_dynamic_graph():
 
 
 def test_dynamic_image_sizes():
-    model = tiny(NAME, mixer_options=GRID_OPTIONS, dynamic_img_size=True).eval()
+    model = tiny(NAME, mixer_options=GRID_OPTIONS, dynamic_img_size=True, depth=1).eval()
     fast, _ = compiled(model)
     for height, width in [(64, 64), (32, 128), (48, 80)]:
         x = image(height=height, width=width)
@@ -109,7 +122,7 @@ def test_dynamic_image_sizes():
 
 
 def test_checkpointing_under_compile():
-    model = tiny(NAME, mixer_options=GRID_OPTIONS, dynamic_img_size=True)
+    model = tiny(NAME, mixer_options=GRID_OPTIONS, dynamic_img_size=True, depth=1)
     x = image(height=32, width=96)
     model(x).square().sum().backward()
     plain = gradients(model)
@@ -121,9 +134,9 @@ def test_checkpointing_under_compile():
         torch.testing.assert_close(grad, plain[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", WHOLE)
 def test_export(mixer):
-    model = tiny(hla_name("vit_tiny_patch16_224", mixer), mixer_options=GRID_OPTIONS).eval()
+    model = tiny(hla_name("vit_tiny_patch16_224", mixer), mixer_options=GRID_OPTIONS, depth=1).eval()
     batch = torch.export.Dim("batch", min=1, max=64)
     program = torch.export.export(model, (image(),), dynamic_shapes=({0: batch},))
     x = image(5)
@@ -131,8 +144,8 @@ def test_export(mixer):
 
 
 def test_export_of_dynamic_and_rotary_models():
-    model = tiny(NAME, mixer_options=GRID_OPTIONS, dynamic_img_size=True).eval()
-    rotary = tiny("vit_small_patch16_rope_224").eval()
+    model = tiny(NAME, mixer_options=GRID_OPTIONS, dynamic_img_size=True, depth=1).eval()
+    rotary = tiny("vit_small_patch16_rope_224", depth=1).eval()
     zoo.convert(rotary, "la")
     for each in (model, rotary):
         program = torch.export.export(each, (image(),))

@@ -20,7 +20,7 @@ TILES = {"density": 0.3, "q_tile": 4, "k_tile": 4}  # of 16 tokens: one of four 
 
 @pytest.mark.parametrize("mixer", ["la", "ahla", "hla3", "poly", "mhla", "multipole"])
 def test_export(mixer, tmp_path):
-    model = tiny("vit_tiny_patch16_224").eval()
+    model = tiny("vit_tiny_patch16_224", depth=1).eval()
     zoo.convert(model, mixer, **GRID_OPTIONS, **(TILES if mixer == "multipole" else {}))
     path, batch = tmp_path / "model.onnx", torch.export.Dim("batch", min=1, max=64)
     torch.onnx.export(model, (image(),), path, dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
@@ -35,7 +35,7 @@ def test_export(mixer, tmp_path):
 
 def test_calls_after_an_export_are_real(tmp_path):
     """The tables of blocks that an export traces must not be kept."""
-    model = tiny("vit_tiny_patch16_224", img_size=96).eval()
+    model = tiny("vit_tiny_patch16_224", img_size=96, depth=1).eval()
     zoo.convert(model, "mhla", **GRID_OPTIONS)
     x = image(height=96, width=96)
     torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
