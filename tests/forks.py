@@ -25,6 +25,13 @@ IMPORTS = ["torch._dynamo", "sklearn.datasets", "matplotlib.pyplot", "peft", *(f
 CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def begin_server() -> None:
+    """Let Python's server of forks import `IMPORTS` at its start; do nothing if it runs."""
+    multiprocessing.set_forkserver_preload(IMPORTS)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **CPU}):
+        forkserver.ensure_running()
+
+
 class Fork(ForkServerProcess):
     """A script in a new process without a GPU, with one thread and the methods of `subprocess.Popen` used here.
 
@@ -36,9 +43,7 @@ class Fork(ForkServerProcess):
         self.script, self.words, self.limit = str(ROOT / script), words, limit
         self.environment = {**os.environ, **CPU, **environment}
         self.folder = tempfile.mkdtemp(prefix="fork-")
-        multiprocessing.set_forkserver_preload(IMPORTS)
-        with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **CPU}):
-            forkserver.ensure_running()
+        begin_server()
         self.start()
 
     def run(self) -> None:

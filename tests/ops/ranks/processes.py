@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.forks import begin_server
+
 Found = dict[str, dict[str, torch.Tensor]]
 Shares = dict[str, tuple[int, ...]]
 
@@ -20,7 +22,10 @@ def on_ranks(work: Callable[..., Found], ranks: int, folder: Path, *args: object
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_start, (ranks, port, device, str(folder), work, args), nprocs=ranks)
+    begin_server()
+    new = device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"  # which triton reads when it is imported
+    method = "spawn" if new else "forkserver"
+    mp.start_processes(_start, (ranks, port, device, str(folder), work, args), nprocs=ranks, start_method=method)
     return [torch.load(folder / str(rank), weights_only=True) for rank in range(ranks)]
 
 
