@@ -1,6 +1,6 @@
 """Kernel of the feature maps relu, elu1 and softmax.
 
-It writes features of q and k, and turns gradients of features into gradients of q and k in place.
+It writes features of q and k, or gradients of q and k from gradients of their features.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ..hla.fused.spec import alignment, strides
 
 ELEMENTS = 2048  # per tile
 COLUMNS = (64, 128, 256, 512)  # of a tile
-NO_SPECIALIZE = ["q_at", "k_at", "yq_at", "yk_at", "rows", "N"]
+Pair = tuple[Tensor, Tensor]
+NO_SPECIALIZE = ["q_at", "k_at", "gq_at", "gk_at", "yq_at", "yk_at", "rows", "N"]
 
 
 @triton.jit
@@ -26,11 +27,11 @@ def start_of(at, b, n, block, ALIGN: tl.constexpr, NEAR: tl.constexpr, BC: tl.co
 
 @triton.jit
 def map_tile(
-    X, Y, x_at, y_at, block, rows, N, NAME: tl.constexpr, BACK: tl.constexpr, ALIGN: tl.constexpr, NEAR: tl.constexpr,
+    X, G, Y, x_at, g_at, y_at, block, rows, N, NAME: tl.constexpr, ALIGN: tl.constexpr, NEAR: tl.constexpr,
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Store phi(x) of BT tokens in Y, or (BACK) turn its gradients into gradients of x. A block of columns is part of a
-    token, or without NEAR a head; at: `spec.strides` of batch, token and head."""
+    """Store phi(x) of BT tokens in Y, or with gradients G of phi(x), the gradients of x; G may be Y. A block of columns
+    is part of a token, or without NEAR a head; at: `spec.strides` of batch, token and head."""
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     c = tl.arange(0, BC)[None, :]
     keep = (row < rows)[:, None] & ((block * BC if NEAR else 0) + c < W)
@@ -38,48 +39,51 @@ def map_tile(
     x = tl.load(X + start_of(x_at, b, n, block, ALIGN, NEAR, BC)[:, None] + c, mask=keep, other=0.0).to(tl.float32)
     Y += start_of(y_at, b, n, block, ALIGN, NEAR, BC)[:, None] + c
     g = x
-    if BACK:  # zero for padded tokens, which may be NaN, whose gradients stay zero
-        g = tl.load(Y, mask=keep, other=0.0).to(tl.float32)
+    if G is not None:  # zero for padded tokens, which may be NaN, whose gradients stay zero
+        G += start_of(g_at, b, n, block, ALIGN, NEAR, BC)[:, None] + c
+        g = tl.load(G, mask=keep, other=0.0).to(tl.float32)
     if NAME == "softmax":  # a row is a head
         x = tl.where(keep, x, -float("inf"))
         y = tl.exp(x - tl.max(x, 1)[:, None])
         y = y / tl.sum(y, 1)[:, None]
-        if BACK:
+        if G is not None:
             y = tl.where(tl.max(tl.abs(g), 1)[:, None] == 0, 0.0, y * (g - tl.sum(g * y, 1)[:, None]))
     else:
         low = tl.exp(x) if NAME == "elu1" else 0.0  # phi(x), and its slope, where x <= 0
         y = tl.where(x <= 0, low, x + 1.0 if NAME == "elu1" else x)
-        if BACK:
+        if G is not None:
             y = tl.where(x <= 0, g * low, g)
     tl.store(Y, y.to(Y.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def map_tokens(
-    Q, K, YQ, YK, q_at, k_at, yq_at, yk_at, rows, N, NAME: tl.constexpr, BACK: tl.constexpr, ALIGN: tl.constexpr,
+    Q, K, GQ, GK, YQ, YK, q_at, k_at, gq_at, gk_at, yq_at, yk_at, rows, N, NAME: tl.constexpr, ALIGN: tl.constexpr,
     NEAR: tl.constexpr, WQ: tl.constexpr, WK: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """`map_tile` of a block of columns of q, or behind BLOCKS of them, of k."""
     block = tl.program_id(1)
     if block < BLOCKS:
-        map_tile(Q, YQ, q_at, yq_at, block, rows, N, NAME, BACK, ALIGN, NEAR, WQ, BT, BC)
+        map_tile(Q, GQ, YQ, q_at, gq_at, yq_at, block, rows, N, NAME, ALIGN, NEAR, WQ, BT, BC)
     else:
-        map_tile(K, YK, k_at, yk_at, block - BLOCKS, rows, N, NAME, BACK, ALIGN, NEAR, WK, BT, BC)
+        map_tile(K, GK, YK, k_at, gk_at, yk_at, block - BLOCKS, rows, N, NAME, ALIGN, NEAR, WK, BT, BC)
 
 
-def map_pair(name: str, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], back: bool) -> None:
-    """Write phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D] to `to`, or `back`: turn gradients of phi(q) and phi(k) in
-    `to` into gradients of q and k. All with contiguous channels."""
+def map_pair(name: str, tokens: Pair, to: Pair, grads: Pair | None = None) -> None:
+    """Write phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D] to `to`, or with gradients of phi(q) and phi(k), which may be
+    there, gradients of q and k. All with contiguous channels."""
+    given = (*tokens, *(grads or to), *to)
     (b, n, _, d), heads = tokens[0].shape, [x.shape[2] for x in tokens]
     # a row of columns is a token, otherwise a head
-    near = name != "softmax" and all(x.stride(2) == d for x in (*tokens, *to))
+    near = name != "softmax" and all(x.stride(2) == d for x in given)
     widths = [h * d if near else d for h in heads]
     columns = min(COLUMNS, key=lambda c: (-widths[0] % c, -c)) if near else triton.next_power_of_2(d)
     blocks = [-(-w // columns) for w in widths] if near else heads
-    units = alignment(*tokens, *to)
-    at = [strides(x, units) for x in (*tokens, *to)]
+    units = alignment(*given)
+    at = [strides(x, units) for x in given]
     rows = max(1, ELEMENTS // columns)
     launch(
-        map_tokens, (triton.cdiv(b * n, rows), sum(blocks)), *tokens, *to, *at, b * n, n, NAME=name, BACK=back,
-        ALIGN=units, NEAR=near, WQ=widths[0], WK=widths[1], BLOCKS=blocks[0], BT=rows, BC=columns, num_warps=4,
+        map_tokens, (triton.cdiv(b * n, rows), sum(blocks)), *tokens, *(grads or (None, None)), *to, *at, b * n, n,
+        NAME=name, ALIGN=units, NEAR=near, WQ=widths[0], WK=widths[1], BLOCKS=blocks[0], BT=rows, BC=columns,
+        num_warps=4,
     )  # fmt: skip

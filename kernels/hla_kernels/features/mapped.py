@@ -41,14 +41,14 @@ def features(name: str | None, q: Tensor, k: Tensor, buffer: Tensor) -> tuple[Te
 
         room = buffer if buffer.numel() > 0 else torch.empty(sum(_floats(q, k)), dtype=torch.float32, device=q.device)
         rest, found = split(name, room, q, k)
-        map_pair(name, (q, k), found, False)
+        map_pair(name, (q, k), found)
         return (rest if buffer.numel() > 0 else buffer), found
     return buffer, (q, k)
 
 
-def gradients(name: str | None, q: Tensor, k: Tensor, grads: Pair) -> None:
-    """Turn gradients of phi(q) and phi(k) into gradients of q and k, in place."""
+def gradients(name: str | None, q: Tensor, k: Tensor, grads: Pair, to: Pair) -> None:
+    """Write gradients of q and k from gradients of phi(q) and phi(k), which may be in the same tensors."""
     if name in MAPS:
         from .map_kernels import map_pair
 
-        map_pair(name, (q, k), grads, True)
+        map_pair(name, (q, k), to, grads)

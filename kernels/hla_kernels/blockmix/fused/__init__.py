@@ -9,9 +9,9 @@ launch. Tiles are shared with `hla.fused`. The first call imports Triton. relu, 
 the kernels (`features.mapped`).
 
 Rounded to the dtype of the tokens: local and mixed moments of first order (exceptions in `spec.moments_dtype`),
-features, operators, outputs, and the weights and the mixing matrix in the form by pairs. Not rounded otherwise: the
-mixing matrix and rotated features. Rotary tables of bfloat16 tokens are read in
-float16. Ratios are computed for v minus its mean. On an H200, errors of o, dq, dk and dv of
+features, operators (but not those that give gradients of softmax features), outputs, and the weights and the mixing
+matrix in the form by pairs. Not rounded otherwise: the mixing matrix and rotated features. Rotary tables of bfloat16
+tokens are read in float16. Ratios are computed for v minus its mean. On an H200, errors of o, dq, dk and dv of
 bfloat16 tokens are at most 1.9 times the errors of the torch form, which come from rounding the output.
 """
 
@@ -72,6 +72,10 @@ def backward(
     rest, features = mapped.split(o.feature_map, saved, q, k)
     call = Call(*features, v, mixing, o, mask, rotary)
     pairs = by_pairs(q, v, o, rotary is not None)
-    dm = (pair_launch.backward_call if pairs else backward_call)(call, grad, outs, rest)
-    mapped.gradients(o.feature_map, q, k, outs[:2])
+    dq, dk, dv = outs
+    if call.fine:
+        new = torch.empty if mask is None else torch.zeros  # padded tokens are not written
+        dq, dk = (new(x.shape, dtype=torch.float32, device=x.device) for x in outs[:2])
+    dm = (pair_launch.backward_call if pairs else backward_call)(call, grad, (dq, dk, dv), rest)
+    mapped.gradients(o.feature_map, q, k, (dq, dk), outs[:2])
     return dm

@@ -64,10 +64,11 @@ def read_out(
 def query_rows(
     q, g, dq, inverses, totals, keep, anchor, shift, cos, sin, mixed, mixed_vector, qs, gs, dqs, GEO, N, H, BH, M, HT,
     chunk, eps, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FINE: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute d loss / d den [B * H, N] of the ratio, for the sums over queries, and dq unless it is None."""
+    """Compute d loss / d den [B * H, N] of the ratio, for the sums over queries, and dq unless it is None. FINE: from
+    operators in two digits."""
     bh, block, part = place(BH, M)
     b = box(GEO, block)
     q = at_head(q, qs, bh, H, 1, ALIGN)
@@ -77,7 +78,7 @@ def query_rows(
     sin = angles_at(sin, bh, H, HT, 0, D)
     dtype: tl.constexpr = q.dtype.element_ty
     ANCHOR: tl.constexpr = TURN == 0
-    DIGITS: tl.constexpr = digits(dtype, EXACT, EXACT)
+    DIGITS: tl.constexpr = digits(dtype, FINE or EXACT, EXACT)
     at = (block * BH + bh).to(tl.int64)
     w, unit = load_operator(mixed + at * D * DV, dtype, DIGITS, D, F1, F2, DV, V1, V2)
     a = anchor
@@ -106,11 +107,11 @@ def query_rows(
 def key_grads(
     k, v, dk, dv, keep, scales, anchor, cos, sin, matrix, vector, ks, vs, dks, dvs, GEO, N, H, BH, M, G, HT, chunk,
     scale, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FINE: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dv = s phi(k) dP and dk = s (v dP' (NORM: + dz - anchor dP')) for the key's block, with rotated phi and
-    dP."""
+    dP. FINE: dk from dP in two digits."""
     bh, block, part = place(BH, M)
     b = box(GEO, block)
     k = at_head(k, ks, bh, H, G, ALIGN)
@@ -123,13 +124,16 @@ def key_grads(
     at = (block * BH + bh).to(tl.int64)
     dtype: tl.constexpr = k.dtype.element_ty
     DIGITS: tl.constexpr = digits(dtype, TURN > 0, False)
-    w, unit = load_operator(matrix + at * D * DV, dtype, 1, D, F1, F2, DV, V1, V2)
+    OF_P: tl.constexpr = digits(dtype, FINE, False)
+    w, unit = load_operator(matrix + at * D * DV, dtype, OF_P, D, F1, F2, DV, V1, V2)
     s = scale_of(scales, scale, bh, H)
     if NORM:
         row = load_vec(vector + at * D, D, F1, F2)
         if TURN == 0:
             a = load_vec(anchor + bh * DV, DV, V1, V2)
             back = vecmat(a, w[0], V2, F2)
+            if OF_P > 1:
+                back = axpy2(back, 1.0, vecmat(a, w[1], V2, F2), F2)
             row = axpy2(row, -unit, back, F2)
     hi = tl.minimum((part + 1) * chunk, b[0])
     for start in range(part * chunk, hi, BN):
@@ -140,7 +144,7 @@ def key_grads(
         gv = add_rows(zero_rows(BN, V1, V2), t, trans4(w[0]), dtype, DIGITS, F2, V2, PREC)
         gv = times(gv, s * unit, V2)
         store_rows(dv, tokens, dvs[1] * ALIGN, live, gv, DV, V1, V2)
-        gk = times(by_operator(tv, w, 1, V2, F1, F2, PREC), s * unit, F2)
+        gk = times(by_operator(tv, w, OF_P, V2, F1, F2, PREC), s * unit, F2)
         gk = turn(gk, cos, sin, tokens, live, HT, True, TURN, D, F1, F2)
         if NORM:
             gk = axpy2(gk, s, as_row(row), F2)

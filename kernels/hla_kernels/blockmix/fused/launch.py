@@ -34,6 +34,8 @@ class Call:
         self.dv, self.group = v.shape[3], self.h // k.shape[2]
         self.bh, self.m = self.b * self.h, o.layout.n_blocks
         self.geo, self.w, self.flags = geometry(o.layout, share), widths(self.d, self.dv), flags(o, rotary)
+        # a softmax's Jacobian removes the part of gradients that all features share: one digit would leave its rounding
+        self.fine = o.feature_map == "softmax"
         self.whole = self.flags["TURN"] > 1  # a rotation needs both halves of the channels
         self.dtype = moments_dtype(q.dtype, o, rotary is not None)
         self.size = Sizes.of(o, self.n, self.d, self.dv, self.dtype)
@@ -82,7 +84,8 @@ class Call:
 
     def rows_config(self, name: str) -> dict[str, int]:
         """Return the tiles of a pass that writes rows."""
-        return plan.apply_config(self.w, self.q.dtype, name, self.o.normalize, self.digits)
+        digits = self.digits if name == "read" else max(self.digits, 1 + self.fine)  # of features or operators
+        return plan.apply_config(self.w, self.q.dtype, name, self.o.normalize, digits)
 
     @property
     def digits(self) -> int:
@@ -301,7 +304,7 @@ def totals_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Sa
         query_rows, call.programs * parts,
         call.q, g, dq, saved.inverses, totals, call.keep, saved.anchor, y.shift, *call.angles, y.matrix,
         y.vector, strides(call.q, a), strides(g, a), strides(rows[-1], a), *call.sizes(), call.ht, chunk, call.o.eps,
-        ALIGN=a, **call.token_flags(), **config,
+        ALIGN=a, FINE=call.fine, **call.token_flags(), **config,
     )  # fmt: skip
 
 
@@ -319,7 +322,7 @@ def query_both_call(call: Call, g: Tensor, dq: Tensor, y: Operator, saved: Saved
         query_grads, call.programs * parts * config["SPLIT"],
         call.q, g, dq, saved.inverses, call.keep, saved.anchor, *call.angles, y.matrix, y.vector, to, to_vector,
         strides(call.q, a), strides(g, a), strides(dq, a), *call.sizes(), call.ht, chunk, call.o.eps, ALIGN=a,
-        **{**call.token_flags(), **w}, **config,
+        FINE=call.fine, **{**call.token_flags(), **w}, **config,
     )  # fmt: skip
     added(call, to, to_vector, dy.matrix, dy.vector, parts, size)
 
@@ -333,7 +336,7 @@ def key_call(call: Call, outs: Grads, dx: Moments, anchor: Tensor | None) -> Non
         key_grads, call.programs * parts,
         call.k, call.v, *outs[1:], call.keep, call.scales, anchor, *call.angles, dx.matrix, dx.vector,
         strides(call.k, a), strides(call.v, a), strides(outs[1], a), strides(outs[2], a), *call.sizes(), call.group,
-        call.ht, chunk, call.scale, ALIGN=a, **call.token_flags(), **config,
+        call.ht, chunk, call.scale, ALIGN=a, FINE=call.fine, **call.token_flags(), **config,
     )  # fmt: skip
 
 

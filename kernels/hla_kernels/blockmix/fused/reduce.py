@@ -130,11 +130,12 @@ def reduce_moments(
 def query_grads(
     q, g, dq, inverses, keep, anchor, cos, sin, mixed, mixed_vector, matrix, vector, qs, gs, dqs, GEO, N, H, BH, M, HT,
     chunk, eps, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
-    SPLIT: tl.constexpr, PREC: tl.constexpr,
+    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FINE: tl.constexpr,
+    BN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, and the gradients of the mixed moments: dP~' = Sum do phi(q)' (ratio: do phi(q)' / den, with the
-    quotient in two digits) and dz~. SPLIT as in `reduce_moments`; 1 for the ratio, which needs all features."""
+    quotient in two digits) and dz~. FINE: dq from operators in two digits. SPLIT as in `reduce_moments`; 1 for the
+    ratio, which needs all features."""
     bh, block, part = place(BH, M, SPLIT)
     first = tl.program_id(0) % SPLIT * D
     b = box(GEO, block)
@@ -148,7 +149,7 @@ def query_grads(
     dtype: tl.constexpr = q.dtype.element_ty
     DIGITS: tl.constexpr = digits(dtype, NORM or TURN > 0, EXACT)
     at = (block * BH + bh).to(tl.int64)
-    OF_P: tl.constexpr = digits(dtype, NORM and EXACT, EXACT)
+    OF_P: tl.constexpr = digits(dtype, FINE or (NORM and EXACT), NORM and EXACT)
     w, unit = load_operator(mixed + at * D * SPLIT * DV + first, dtype, OF_P, D, F1, F2, DV, V1, V2, SPLIT)
     a = anchor
     if NORM and TURN == 0:

@@ -157,5 +157,5 @@ def backward(
     if call.g > 1:
         for x, out in zip(full[1:], outs[1:], strict=True):
             launch.group_sum(x, out, call.g)
-    mapped.gradients(spec.feature_map, q, k, outs[:2])
+    mapped.gradients(spec.feature_map, q, k, outs[:2], outs[:2])
     return None if dc is None else launch.coefficients_grad(call, dc)
