@@ -26,13 +26,19 @@ COEFFICIENTS = 1e-3
 NAMES = ("o", "dq", "dk", "dv")
 
 
+def less(name: str | None, which: str, center: str | None) -> float:
+    """Return what kernels subtract from features of "q" or "k": 1 from elu1 of what is centred."""
+    return float(name == "elu1" and which in (center or ""))
+
+
 def features_as_read(q: Tensor, k: Tensor, options: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, dict]:
     """Return phi(q) and phi(k) in float64, with the gradients of phi, and the options of a call with them. Kernels of
     tokens of this dtype read relu and elu1 rounded to it, as they read `power`."""
     name = options.get("feature_map")
     if name not in MAPS:
         return q, k, options
-    found = [feature(x, name) for x in (q, k)]
+    center = options.get("center")
+    found = [feature(x, name) - less(name, which, center) for x, which in ((q, "q"), (k, "k"))]
     fq, fk = (y + (y.to(dtype).to(y.dtype) - y).detach() for y in found)
     return fq, fk, {**options, "feature_map": "identity"}
 

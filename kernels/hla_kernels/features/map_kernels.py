@@ -1,4 +1,4 @@
-"""Kernel of the feature maps relu, elu1 and softmax.
+"""Kernel of the feature maps relu, elu1, elu (elu1 - 1) and softmax.
 
 It writes features of q and k, or gradients of q and k from gradients of their features.
 """
@@ -49,33 +49,35 @@ def map_tile(
         if G is not None:
             y = tl.where(tl.max(tl.abs(g), 1)[:, None] == 0, 0.0, y * (g - tl.sum(g * y, 1)[:, None]))
     else:
-        low = tl.exp(x) if NAME == "elu1" else 0.0  # phi(x), and its slope, where x <= 0
-        y = tl.where(x <= 0, low, x + 1.0 if NAME == "elu1" else x)
+        slope = 0.0 if NAME == "relu" else tl.exp(x)  # where x <= 0
         if G is not None:
-            y = tl.where(x <= 0, g * low, g)
+            y = tl.where(x <= 0, g * slope, g)
+        else:
+            y = tl.where(x <= 0, slope - 1.0 if NAME == "elu" else slope, x + 1.0 if NAME == "elu1" else x)
     tl.store(Y, y.to(Y.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def map_tokens(
-    Q, K, GQ, GK, YQ, YK, q_at, k_at, gq_at, gk_at, yq_at, yk_at, rows, N, NAME: tl.constexpr, ALIGN: tl.constexpr,
-    NEAR: tl.constexpr, WQ: tl.constexpr, WK: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    Q, K, GQ, GK, YQ, YK, q_at, k_at, gq_at, gk_at, yq_at, yk_at, rows, N, OF_Q: tl.constexpr, OF_K: tl.constexpr,
+    ALIGN: tl.constexpr, NEAR: tl.constexpr, WQ: tl.constexpr, WK: tl.constexpr, BLOCKS: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """`map_tile` of a block of columns of q, or behind BLOCKS of them, of k."""
     block = tl.program_id(1)
     if block < BLOCKS:
-        map_tile(Q, GQ, YQ, q_at, gq_at, yq_at, block, rows, N, NAME, ALIGN, NEAR, WQ, BT, BC)
+        map_tile(Q, GQ, YQ, q_at, gq_at, yq_at, block, rows, N, OF_Q, ALIGN, NEAR, WQ, BT, BC)
     else:
-        map_tile(K, GK, YK, k_at, gk_at, yk_at, block - BLOCKS, rows, N, NAME, ALIGN, NEAR, WK, BT, BC)
+        map_tile(K, GK, YK, k_at, gk_at, yk_at, block - BLOCKS, rows, N, OF_K, ALIGN, NEAR, WK, BT, BC)
 
 
-def map_pair(name: str, tokens: Pair, to: Pair, grads: Pair | None = None) -> None:
+def map_pair(names: tuple[str, str], tokens: Pair, to: Pair, grads: Pair | None = None) -> None:
     """Write phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D] to `to`, or with gradients of phi(q) and phi(k), which may be
-    there, gradients of q and k. All with contiguous channels."""
+    there, gradients of q and k. names: of both maps. All with contiguous channels."""
     given = (*tokens, *(grads or to), *to)
     (b, n, _, d), heads = tokens[0].shape, [x.shape[2] for x in tokens]
     # a row of columns is a token, otherwise a head
-    near = name != "softmax" and all(x.stride(2) == d for x in given)
+    near = "softmax" not in names and all(x.stride(2) == d for x in given)
     widths = [h * d if near else d for h in heads]
     columns = min(COLUMNS, key=lambda c: (-widths[0] % c, -c)) if near else triton.next_power_of_2(d)
     blocks = [-(-w // columns) for w in widths] if near else heads
@@ -84,6 +86,6 @@ def map_pair(name: str, tokens: Pair, to: Pair, grads: Pair | None = None) -> No
     rows = max(1, ELEMENTS // columns)
     launch(
         map_tokens, (triton.cdiv(b * n, rows), sum(blocks)), *tokens, *(grads or (None, None)), *to, *at, b * n, n,
-        NAME=name, ALIGN=units, NEAR=near, WQ=widths[0], WK=widths[1], BLOCKS=blocks[0], BT=rows, BC=columns,
-        num_warps=4,
+        OF_Q=names[0], OF_K=names[1], ALIGN=units, NEAR=near, WQ=widths[0], WK=widths[1], BLOCKS=blocks[0], BT=rows,
+        BC=columns, num_warps=4,
     )  # fmt: skip

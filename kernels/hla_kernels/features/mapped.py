@@ -34,14 +34,21 @@ def split(name: str | None, buffer: Tensor, q: Tensor, k: Tensor) -> tuple[Tenso
     return rest, (fq, fk)
 
 
-def features(name: str | None, q: Tensor, k: Tensor, buffer: Tensor) -> tuple[Tensor, Pair]:
-    """Compute what `split` returns; features have memory for themselves if the buffer is empty."""
+def features(
+    name: str | None, q: Tensor, k: Tensor, buffer: Tensor, center: str | None = None
+) -> tuple[Tensor, Pair]:
+    """Compute what `split` returns; features have memory for themselves if the buffer is empty.
+
+    center: what is centred, "k" or "qk", of which elu1 is 1 less: sums of positive products, which tensor cores cut off
+    at every addition, would be large, and what centring leaves of them small.
+    """
     if name in MAPS:
         from .map_kernels import map_pair
 
         room = buffer if buffer.numel() > 0 else torch.empty(sum(_floats(q, k)), dtype=torch.float32, device=q.device)
         rest, found = split(name, room, q, k)
-        map_pair(name, (q, k), found)
+        of_q, of_k = ("elu" if name == "elu1" and x in (center or "") else name for x in "qk")
+        map_pair((of_q, of_k), (q, k), found)
         return (rest if buffer.numel() > 0 else buffer), found
     return buffer, (q, k)
 
@@ -51,4 +58,4 @@ def gradients(name: str | None, q: Tensor, k: Tensor, grads: Pair, to: Pair) -> 
     if name in MAPS:
         from .map_kernels import map_pair
 
-        map_pair(name, (q, k), to, grads)
+        map_pair((name, name), (q, k), to, grads)

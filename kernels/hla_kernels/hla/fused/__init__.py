@@ -118,7 +118,7 @@ def forward(
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     saved = torch.empty(saved_floats(q, k, v, spec, seqs) if save else 0, dtype=torch.float32, device=q.device)
-    kept, (fq, fk) = mapped.features(spec.feature_map, q, k, saved)
+    kept, (fq, fk) = mapped.features(spec.feature_map, q, k, saved, spec.center)
     PATHS[path_of(q, v, spec, seqs, save)].forward(Call(spec, fq, fk, v, coefficients, seqs), o, kept)
     return o, saved
 

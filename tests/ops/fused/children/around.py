@@ -13,7 +13,7 @@ from hla_kernels.features.rms_norm import prepared
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from tests.helpers import rms_norms as norms
-from tests.helpers.error_rule import check_tokens, relative_error
+from tests.helpers.error_rule import check_tokens, less, relative_error
 from tests.ops.fused.cases import FULL, HALF, check, make, poison
 
 
@@ -36,10 +36,11 @@ def test_through_the_custom_operators(monkeypatch, save):
     assert ops.two_sided(*[x[:0] for x in tokens], None, *rest)[0].shape == (0, 33, 2, 16)
 
 
-@pytest.mark.parametrize("name", ("relu", "elu1"))
+@pytest.mark.parametrize(("name", "center"), (("relu", "qk"), ("elu1", None), ("elu1", "k"), ("elu1", "qk")))
 @pytest.mark.parametrize("layout", ("packed", "strided", "contiguous"))
-def test_features_and_their_gradients(monkeypatch, name, layout):
-    """To the rounding of float16, of several heads and rows; NaN stays NaN, and padding that is NaN gets zeros."""
+def test_features_and_their_gradients(monkeypatch, name, center, layout):
+    """To the rounding of float16, of several heads and rows; NaN stays NaN, and padding that is NaN gets zeros. elu1 of
+    what is centred is 1 less."""
     tokens, _, _ = make(Spec("hla2"), 67, 40, 40, (4, 2) if layout == "contiguous" else (4, 4), HALF, layout)
     q, k, _ = tokens
     q[0, 0, 0, 0], q[0, 1, 0, :3] = float("nan"), torch.tensor([0.0, -80.0, -1e-4])
@@ -47,15 +48,16 @@ def test_features_and_their_gradients(monkeypatch, name, layout):
     grads[0][0, 0, 0, 0] = 0
     with monkeypatch.context() as patch:
         poison(patch)
-        rest, found = mapped.features(name, q, k, torch.empty(0))
+        rest, found = mapped.features(name, q, k, torch.empty(0), center)
     assert rest.numel() == 0
-    for x, y in zip((q, k), found, strict=True):
-        torch.testing.assert_close(y, feature(x.double(), name).to(HALF), rtol=2**-10, atol=2**-24, equal_nan=True)
+    for x, y, which in zip((q, k), found, "qk", strict=True):
+        wanted = feature(x.double(), name) - less(name, which, center)
+        torch.testing.assert_close(y, wanted.to(HALF), rtol=2**-10, atol=2**-23, equal_nan=True)
     doubles = [(x.double(), g.double()) for x, g in zip((q, k), grads, strict=True)]
-    wanted = [feature_grad(x, feature(x, name), g, name) for x, g in doubles]
-    wanted[0][0, 0, 0, 0] = 0
-    mapped.gradients(name, q, k, (grads[0], grads[1]))
-    for g, w in zip(grads, wanted, strict=True):
+    expected = [feature_grad(x, feature(x, name), g, name) for x, g in doubles]
+    expected[0][0, 0, 0, 0] = 0
+    mapped.gradients(name, q, k, (grads[0], grads[1]), (grads[0], grads[1]))
+    for g, w in zip(grads, expected, strict=True):
         torch.testing.assert_close(g, w.to(HALF), rtol=2**-10, atol=2**-23)
 
 
