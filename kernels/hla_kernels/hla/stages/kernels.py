@@ -318,7 +318,8 @@ def outputs(
             high = rounded(state[0], x, TF32)
             low = rounded(state[0] - high.to(tl.float32), x, TF32)  # before the product, or registers spill
             whole = product(x, high, whole, TF32)
-            if EXACT or not TF32:  # in TF32, states are as precise as tokens
+            # in TF32, states are as precise as tokens, but the extra channel cancels most of what a frame reads of them
+            if EXACT or not TF32 or (FRAME and SCORED[m]):
                 whole = product(x, low, whole, TF32)
             if SCORED[m]:
                 whole += xe[:, None] * state[1][None, :]
