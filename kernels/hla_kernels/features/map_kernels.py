@@ -51,7 +51,7 @@ def map_tile(
     else:
         slope = 0.0 if NAME == "relu" else tl.exp(x)  # where x <= 0
         if G is not None:
-            y = tl.where(x <= 0, g * slope, g)
+            y = tl.where(x <= 0, 0.0 if NAME == "relu" else g * slope, g)  # g may be infinite where relu ends
         else:
             y = tl.where(x <= 0, slope - 1.0 if NAME == "elu" else slope, x + 1.0 if NAME == "elu1" else x)
     tl.store(Y, y.to(Y.dtype.element_ty), mask=keep)

@@ -127,6 +127,14 @@ def test_anchor_of_padded_samples(monkeypatch, parts):
     assert relative_error(found, mean) <= TOLERANCE[FULL]
 
 
+def test_queries_without_features(monkeypatch):
+    """Their denominator is eps: in float16 it must not set the unit of the others, nor leave the range."""
+    o = options_of((5, 8), (2, 2), 0)
+    (q, *rest), grad, _ = make(o, (1, 2, 16, 16), HALF)
+    q[:, ::7] = -q[:, ::7].abs()
+    check(o, triton_form(monkeypatch, o, (q, *rest), grad, None), (q, *rest), grad, None, TOLERANCE[HALF])
+
+
 def test_more_blocks_than_a_tile(monkeypatch):
     o = options_of((18,), (18,), 0, normalize=False)
     inputs = make(o, (1, 1, 16, 16), FULL)

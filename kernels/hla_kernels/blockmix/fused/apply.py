@@ -27,7 +27,7 @@ def read_out(
     """Compute o = phi(q) P~ of the query's block, with rotated phi.
 
     NORM: divided by den = phi(q).z~ + eps, with unrotated phi, plus a (1 - eps / den) for the anchor a; 1 / den
-    [B * H, N] is stored for the backward.
+    [B * H, N] is stored for the backward, in float16 as 0 for queries without features.
     """
     bh, block, part = place(BH, M)
     b = box(GEO, block)
@@ -51,8 +51,12 @@ def read_out(
         y = add_rows(zero_rows(BN, V1, V2), t, wt, dtype, digits(dtype, TURN > 0, False), F2, V2, PREC)
         factor = unit
         if NORM:
-            inverse = 1.0 / tl.where(live, times_vector(f, z, F2) + eps, 1.0)
-            tl.store(inverses + tokens, inverse, mask=live)
+            den = times_vector(f, z, F2)
+            inverse = 1.0 / tl.where(live, den + eps, 1.0)
+            kept = inverse
+            if dtype == tl.float16:  # 1 / eps would leave its range, and no map passes gradients of features that are 0
+                kept = tl.where(den == 0.0, 0.0, inverse)
+            tl.store(inverses + tokens, kept, mask=live)
             factor = (inverse * unit)[:, None]
         y = times(y, factor, V2)
         if NORM and TURN == 0:
