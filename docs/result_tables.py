@@ -282,6 +282,17 @@ def fidelity(result: dict) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
 
 
+def forms(result: dict) -> str:
+    """Summary of `fidelity` at a density of 1/8: one line per select and far, KL and top-1 per size of key tiles."""
+    rows = [row for row in result["rows"] if row["density"] == 1 / 8]
+    tiles = sorted({row["k_tile"] for row in rows})
+    lines = []
+    for options, same in grouped_by(rows, "select", "far").items():
+        found = {row["k_tile"]: f"{row['kl']:.3f}, {row['top1']:.1f}" for row in same}
+        lines.append([*options, *(found[size] for size in tiles)])
+    return table(["select", "far", *(f"k_tile={size}: KL, top-1" for size in tiles)], lines)
+
+
 def adaptive_kernels(result: dict) -> str:
     """One line per shape and options: times and speed-ups over cuDNN."""
     head = ["tokens [B, H, N, D]", "select", "density", "k_tile", "forward, us", "forward + backward, us"]
