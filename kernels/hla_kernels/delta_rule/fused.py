@@ -4,7 +4,7 @@ The adjoint of the recurrence is the recurrence in reversed time: with G_t the g
 
     G_t = (D_{t+1} - B_{t+1} A_{t+1}') G_{t+1} + q_t do_t'       dv_t = G_t' k_t      y_t = A_t' G_t
 
-so that one kernel (`walk`) serves both. What remains are products of states with rows of values, parallel over chunks:
+so that one kernel (`walk`) serves both. What remains are products of states with rows of values (`rows.state_rows`):
 
     dq_t = S_t do_t     dk_t = G_t v_t     dA_t = -G_t z_t'     dB_t = -S_{t-1} y_t'     z_t = B_t' S_{t-1}
     dlog_f_t = f_t o G_t o S_{t-1} = dlog_f_{t+1} + q_t o dq_t + B_{t+1} o dB_{t+1} - A_t o dA_t - k_t o dk_t
@@ -90,32 +90,23 @@ def _(q, k, v, log_f, a, b, state, save):
     return _empty(q, v, a, q.dtype, save)
 
 
-def _chunks(x: Tensor) -> Tensor:
-    """[B, N, H, .., W] -> [B, H, c, C, .., W] in float32, padded with zeros."""
-    x = x.float().transpose(1, 2)
-    more = -x.shape[2] % CHUNK
-    return torch.cat([x, x.new_zeros((*x.shape[:2], more, *x.shape[3:]))], 2).unflatten(2, (-1, CHUNK))
-
-
-def _right(
+def _state_rows(
     states: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, z: Tensor, w: Tensor, strict: bool
 ) -> Tensor:
-    """Return S_t w_t, or S_{t-1} w_t if strict, [B, N, H, m, D], for rows w [B, N, H, m, Dv]; states at the starts of
-    chunks."""
-    n, m = w.shape[1], w.shape[3]
-    f = _chunks(log_f).clamp(min=LEAST)
-    gi = f.cumsum(3)
-    g, middle = (gi - f if strict else gi).unsqueeze(4), gi[:, :, :, CHUNK // 2 - 1, None, None]
-    rows = _chunks(w).flatten(3, 4)
-    seen = torch.ones(CHUNK, CHUNK, device=w.device).tril(-1 if strict else 0).repeat_interleave(m, 0)
-    found = torch.zeros((), device=w.device)
-    for y, values, sign in ((k.unsqueeze(3), v.unsqueeze(3), 1.0), (a, z, -1.0)):
-        mask = sign * seen.repeat_interleave(y.shape[3], 1)
-        near = (_chunks(y) * (middle - gi.unsqueeze(4)).exp()).flatten(3, 4)
-        found = found + (rows @ _chunks(values).flatten(3, 4).mT * mask) @ near
-    found = found.unflatten(3, (CHUNK, m)) * (g - middle).exp()
-    found = found + (rows @ states.mT).unflatten(3, (CHUNK, m)) * g.exp()
-    return found.flatten(2, 3)[:, :, :n].transpose(1, 2)
+    """Return S_t w_t, or S_{t-1} w_t if strict, [B, N, H, m, D] in float32, for rows w [B, N, H, m, Dv]; states at the
+    starts of chunks."""
+    from .rows import state_rows
+
+    (n_batch, n, h, d), (m, dv), r = k.shape, w.shape[3:], a.shape[3]
+    out = k.new_empty((n_batch, n, h, m, d), dtype=torch.float32)
+    given = [x.contiguous() for x in (states, k, v, log_f.float(), a, z, w)]
+    with torch.cuda.device_of(k):
+        launch(
+            state_rows, (n_batch * h, states.shape[2], m), *given, out, n, h, D=d, DV=dv,
+            BD=16 if d <= 16 else TILE, BV=16 if dv <= 16 else TILE, FD=log_f.shape[3], R=r, RP=max(1, r), M=m, C=CHUNK,
+            LEAST=LEAST, STRICT=strict, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return out
 
 
 def _later(x: Tensor) -> Tensor:
@@ -149,11 +140,11 @@ def _gradients(tokens: list[Tensor], grad_state: Tensor, state: Tensor, states: 
     dv, g_first, y, g_states = _walk(k1.flip(1), *back, grad_state.float(), torch.float32, True)
     y_first = torch.einsum("bhrd,bhdv->bhrv", a[:, 0].float(), g_first)
     y = torch.cat([y[:, 1:], y_first[:, None]], 1).flip(1)  # what was read at token t belongs to t + 1
-    dq = _right(states, k1, v1, log_f, a, z, grad.unsqueeze(3), False)[:, :, :, 0]
-    db = -_right(states, k1, v1, log_f, a, z, y, True)
+    dq = _state_rows(states, k1, v1, log_f, a, z, grad.unsqueeze(3), False)[:, :, :, 0]
+    db = -_state_rows(states, k1, v1, log_f, a, z, y, True)
     rows = torch.cat([v1.unsqueeze(3).float(), -z], 3).flip(1)
     z_back = torch.cat([torch.zeros_like(y[:, :1]), y.flip(1)[:, :-1]], 1)
-    found = _right(g_states, back[0], back[1], back[2], back[3], z_back, rows, False).flip(1)
+    found = _state_rows(g_states, back[0], back[1], back[2], back[3], z_back, rows, False).flip(1)
     dk, da = found[:, :, :, 0], found[:, :, :, 1:]
     change = q * dq - k1 * dk - (a * da).sum(3)
     change[:, :-1] += (b * db).sum(3)[:, 1:]
