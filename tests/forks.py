@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import multiprocessing
 import os
 import resource
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -32,6 +35,14 @@ def begin_server() -> None:
         forkserver.ensure_running()
 
 
+@functools.cache
+def outputs() -> str:
+    """The folder of what forks print, removed at the end of the tests."""
+    folder = tempfile.mkdtemp(prefix="forks-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 class Fork(ForkServerProcess):
     """A script in a new process without a GPU, with one thread and the methods of `subprocess.Popen` used here.
 
@@ -42,7 +53,7 @@ class Fork(ForkServerProcess):
         super().__init__()
         self.script, self.words, self.limit = str(ROOT / script), words, limit
         self.environment = {**os.environ, **CPU, **environment}
-        self.folder = tempfile.mkdtemp(prefix="fork-")
+        self.folder = tempfile.mkdtemp(dir=outputs())
         begin_server()
         self.start()
 
