@@ -19,6 +19,6 @@ def test_operators(kind):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", ("ragged", "around"))
+@pytest.mark.parametrize("name", ("ragged", "around", "bfloat16"))
 def test_calls(name):
     check_interpreted(*PYTEST, HERE / "children" / f"{name}.py")
