@@ -162,7 +162,7 @@ class LinearMixer(Mixer):
             assert self.gains is not None
             q, k = self.gains.apply_temperature(q), self.gains.apply_temperature(k)
         if isinstance(self.phi_q, Power) and isinstance(self.phi_k, Power):
-            return power_pair(q, k, self.phi_q.power, self.phi_k.power)
+            return power_pair(q, k, self.phi_q(), self.phi_k())
         return self.phi_q(q), self.phi_k(k)
 
     def _scan(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:

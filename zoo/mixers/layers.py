@@ -62,8 +62,9 @@ class Power(nn.Module):
         """Exponent p per head, [H] in at least float32."""
         return 1 + 4 * self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)).sigmoid()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return power(x, self.power)
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """Map x, or without x return the exponents: hooks that load a module's weights run at its calls alone."""
+        return self.power if x is None else power(x, self.power)
 
 
 class DepthwiseResidual(nn.Module):
