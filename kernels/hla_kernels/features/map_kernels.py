@@ -72,8 +72,9 @@ def map_tokens(
 
 
 def map_pair(names: tuple[str, str], tokens: Pair, to: Pair, grads: Pair | None = None) -> None:
-    """Write phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D] to `to`, or with gradients of phi(q) and phi(k), which may be
-    there, gradients of q and k. names: of both maps. All with contiguous channels."""
+    """Write phi(q) [B, N, H, D] and phi(k) [B, N, Hk, D] to `to`. With grads, the gradients of phi(q) and phi(k),
+    write gradients of q and k instead; grads and `to` may be the same tensors. names: the maps of q and k. All tensors
+    have contiguous channels."""
     given = (*tokens, *(grads or to), *to)
     (b, n, _, d), heads = tokens[0].shape, [x.shape[2] for x in tokens]
     # a row of columns is a token, otherwise a head

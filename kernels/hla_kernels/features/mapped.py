@@ -39,8 +39,8 @@ def features(
 ) -> tuple[Tensor, Pair]:
     """Compute what `split` returns; features have memory for themselves if the buffer is empty.
 
-    center: what is centred, "k" or "qk", of which elu1 is 1 less: sums of positive products, which tensor cores cut off
-    at every addition, would be large, and what centring leaves of them small.
+    center: "k" or "qk", whose features the operator centres. They are written as elu1 - 1, which changes no centred
+    feature: tensor cores truncate a sum at every addition, and sums of smaller features lose less.
     """
     if name in MAPS:
         from .map_kernels import map_pair
@@ -54,7 +54,7 @@ def features(
 
 
 def gradients(name: str | None, q: Tensor, k: Tensor, grads: Pair, to: Pair) -> None:
-    """Write gradients of q and k from gradients of phi(q) and phi(k), which may be in the same tensors."""
+    """Write gradients of q and k to `to`, from gradients of phi(q) and phi(k), which may be the same tensors."""
     if name in MAPS:
         from .map_kernels import map_pair
 

@@ -43,7 +43,7 @@ def sum_values(
     v, keep, shares, out, vs, N, H, BH, G, chunk, scale, ALIGN: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
     V2: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Store the sum of v over consecutive tokens, times scale or a share of [B], in out [parts, B * H, V]."""
+    """Store scale times the sum of v over consecutive tokens in out [parts, B * H, V]; shares [B] replace scale."""
     bh = tl.program_id(0) % BH
     part = tl.program_id(0) // BH
     v = at_head(v, vs, bh, H, G, ALIGN)
