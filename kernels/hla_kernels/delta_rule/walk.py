@@ -1,133 +1,149 @@
-"""Kernel of the delta rule: a walk over chunks of 16 tokens with a block of the state in registers.
+"""Kernels of the delta rule over chunks of 16 tokens: `solve` in all chunks, `walk` through them, `read` in all chunks.
 
-Equations as in `chunked`, with gi and ge counted from the start of a chunk. Scores <x_i, y_j> are products of
-x exp(g - m) and y exp(m - gi), m the sum of log_f over the first half of the chunk: with log_f of at least `LEAST` both
-stay in the range of float32. The triangular system has (I + M)^-1 = (I - M)(I + M^2)(I + M^4)(I + M^8), since M^16 = 0.
+With S the state at the start of a chunk, gi and ge as in `chunked`, counted from the start of the chunk, and g = gi:
 
-Tiles have at most 32 rows, for which Triton's products take a computed first operand (see `hla.stages.tiles`).
+    solve   (I + M) Z = (b exp(ge)) S + <b, k> V, hence Z = W S + U        M = <b, a>, pairs i > j; <b, k> i > j
+    walk    S <- exp(gi_C) S + (k exp(gi_C - g))' V - (a exp(gi_C - gi))' Z
+    read    O = (q exp(g)) S + <q, k> V - <q, a> Z                         pairs i >= j
+
+M^16 = 0, so that (I + M)^-1 = (I - M)(I + M^2)(I + M^4)(I + M^8). Scores <x_i, y_j> are products of x exp(g - m) and
+y exp(m - g), m the sum of log_f over the first half of the chunk: with log_f of at least `LEAST` both stay in the range
+of float32.
+
+REVERSE runs the adjoint, from the last token to the first one: with P_t the gradient of S_t by later tokens and z_t
+what b_t, an argument, reads of it after the write of its token,
+
+    G_t = P_t + k_t v_t'     o_t = G_t' q_t     z_t = G_t' b_t     P_{t-1} = D_t G_t - a_t z_t'
+
+A token's write comes before its decay and its erasure there: g = ge, <b, k> has pairs i >= j and <q, a> i > j.
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def rows_of(ptr, first, bn, h, heads, N, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, start,
-            BLOCK: tl.constexpr):  # fmt: skip
-    """Load C tokens of [B, N, H, R, W] as [C RP, BLOCK] in float32, the rank fastest; channels from `start` on."""
-    i, d = tl.arange(0, C * RP), start + tl.arange(0, BLOCK)
-    token, rank = first + i // RP, i % RP
-    row = ((bn + token) * heads + h) * R + rank
-    exists = ((token < N) & (rank < R))[:, None] & (d < W)[None, :]
-    return tl.load(ptr + row[:, None] * W + d[None, :], exists, other=0.0).to(tl.float32)
+from .tiles import accurate, decays_of, load_rows, load_state, product, store_rows, store_state, tokens_of
 
 
-@triton.jit
-def decays_of(F, first, bn, h, heads, N, D: tl.constexpr, FD: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, start,
-              BLOCK: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
-    """Return (gi, ge, m, their sum over the chunk): [C RP, BLOCK] twice, [BLOCK] twice."""
-    i, d = tl.arange(0, C * RP), start + tl.arange(0, BLOCK)
-    token = first + i // RP
-    place = ((bn + token) * heads + h)[:, None] * FD + (d if FD > 1 else d * 0)[None, :]
-    f = tl.load(F + place, (token < N)[:, None] & (d < D)[None, :], other=0.0)
-    f = tl.maximum(f, LEAST)
-    once = tl.where((i % RP == 0)[:, None], f, 0.0)
-    gi = tl.cumsum(once, 0)
-    middle = tl.sum(tl.where((i // RP < C // 2)[:, None], once, 0.0), 0)
-    return gi, gi - f, middle, tl.sum(once, 0)
+@triton.jit(do_not_specialize=["N", "heads"])
+def solve(
+    K, V, F, A, B, W, U, N, heads, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    FD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Compute W [B, N, H, R, D] and U [B, N, H, R, Dv]; one program per head and chunk of C tokens.
 
-
-@triton.jit
-def rounded(x):
-    """Round to the nearest number of TF32. Tensor cores cut off the last 13 bits, so that states would shrink."""
-    return (x.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def product(a, b, acc):
-    """Return acc + a b, in TF32."""
-    return tl.dot(rounded(a), rounded(b), acc, input_precision="tf32")
+    K [B, N, H, D], V [B, N, H, Dv], F [B, N, H, FD], A, B [B, N, H, R, D], contiguous. BD, BV: channels per tile; RP:
+    R, padded to a power of two.
+    """
+    bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * C
+    bn, h = bh // heads * N, bh % heads
+    one, all_ranks = tokens_of(first, C, 1, REVERSE), tokens_of(first, C, RP, REVERSE)
+    i, ir = tl.arange(0, C), tl.arange(0, C * RP) // RP
+    bk, m1 = tl.zeros([C * RP, C], tl.float32), tl.zeros([C * RP, C * RP], tl.float32)
+    for j in range((D + BD - 1) // BD):
+        gi, g, m, _ = decays_of(F, one, bn, h, heads, N, D, FD, 1, C, j * BD, BD, LEAST)
+        if not REVERSE:
+            g = gi
+        near = load_rows(K, one, bn, h, heads, N, D, 1, 1, j * BD, BD) * tl.exp(m[None, :] - g)
+        gr, er, _, _ = decays_of(F, all_ranks, bn, h, heads, N, D, FD, RP, C, j * BD, BD, LEAST)
+        reading = load_rows(B, all_ranks, bn, h, heads, N, D, R, RP, j * BD, BD) * tl.exp(er - m[None, :])
+        erased = load_rows(A, all_ranks, bn, h, heads, N, D, R, RP, j * BD, BD) * tl.exp(m[None, :] - gr)
+        bk = product(reading, tl.trans(near), bk)
+        m1 = product(reading, tl.trans(erased), m1)
+    bk = tl.where((ir[:, None] >= i[None, :]) if REVERSE else (ir[:, None] > i[None, :]), bk, 0.0)
+    m1 = tl.where(ir[:, None] > ir[None, :], m1, 0.0)
+    inverse = tl.where(tl.arange(0, C * RP)[:, None] == tl.arange(0, C * RP)[None, :], 1.0, 0.0) - m1
+    power = m1
+    for _doubling in tl.static_range(3):
+        power = accurate(power, power, tl.zeros([C * RP, C * RP], tl.float32))
+        inverse = accurate(inverse, power, inverse)
+    for j in range((D + BD - 1) // BD):
+        _, er, _, _ = decays_of(F, all_ranks, bn, h, heads, N, D, FD, RP, C, j * BD, BD, LEAST)
+        decayed = load_rows(B, all_ranks, bn, h, heads, N, D, R, RP, j * BD, BD) * tl.exp(er)
+        w = product(inverse, decayed, tl.zeros([C * RP, BD], tl.float32))
+        store_rows(W, w, all_ranks, bn, h, heads, N, D, R, RP, j * BD)
+    bk = accurate(inverse, bk, tl.zeros([C * RP, C], tl.float32))
+    for j in range((DV + BV - 1) // BV):
+        v = load_rows(V, one, bn, h, heads, N, DV, 1, 1, j * BV, BV)
+        store_rows(U, product(bk, v, tl.zeros([C * RP, BV], tl.float32)), all_ranks, bn, h, heads, N, DV, R, RP, j * BV)
 
 
 @triton.jit(do_not_specialize=["N", "heads"])
 def walk(
-    Q, K, V, F, A, B, FIRST, O, LAST, Z, STATES, N, heads, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    K, V, F, A, W, U, FIRST, STATES, Z, LAST, N, heads, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BV: tl.constexpr, FD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr,
-    SAVE: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Compute O [B, N, H, Dv] and LAST [B, H, D, Dv] from FIRST, and with SAVE what every token reads, Z
-    [B, N, H, R, Dv], and the states at the start of all chunks, STATES [B, H, chunks, D, Dv].
-
-    Q, K [B, N, H, D], V [B, N, H, Dv], F [B, N, H, FD], A, B [B, N, H, R, D], contiguous. BV: channels of values per
-    program; BD: channels per tile, so that tiles fit into registers; RP: R, padded to a power of two.
+    """Compute the states before all chunks, STATES [B, H, chunks, D, Dv], what tokens read, Z [B, N, H, R, Dv], and the
+    last state LAST [B, H, D, Dv] from FIRST; one program per head and BV channels of values. Arguments as in `solve`.
     """
     bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BV
     bn, h = bh // heads * N, bh % heads
-    d, e, i, ir = tl.arange(0, BD), block + tl.arange(0, BV), tl.arange(0, C), tl.arange(0, C * RP)
-    token = ir // RP
     tiles: tl.constexpr = (D + BD - 1) // BD
     state = ()
     for j in tl.static_range(tiles):  # transposed, [BV, BD] each
-        place, exists = (j * BD + d)[None, :] * DV + e[:, None], (j * BD + d < D)[None, :] & (e < DV)[:, None]
-        one = tl.load(FIRST + bh * D * DV + place, exists, other=0.0)
-        state = state + (one,)  # type: ignore[assignment]  # noqa: RUF005
+        tile = load_state(FIRST + bh * D * DV, j * BD, block, D, DV, BD, BV)
+        state = state + (tile,)  # type: ignore[assignment]  # noqa: RUF005
     chunks = tl.cdiv(N, C)
-    for c in range(chunks):
-        first = c * C
-        qk, o = tl.zeros([C, C], tl.float32), tl.zeros([C, BV], tl.float32)
-        bk, ba = tl.zeros([C * RP, C], tl.float32), tl.zeros([C * RP, C * RP], tl.float32)
-        qa, z = tl.zeros([C, C * RP], tl.float32), tl.zeros([C * RP, BV], tl.float32)
-        for j in tl.static_range(tiles):
-            one = state[j]
-            if SAVE:
-                place, exists = (j * BD + d)[None, :] * DV + e[:, None], (j * BD + d < D)[None, :] & (e < DV)[:, None]
-                tl.store(STATES + (bh * chunks + c) * D * DV + place, one, exists)
-            gi, _, m, total = decays_of(F, first, bn, h, heads, N, D, FD, 1, C, j * BD, BD, LEAST)
-            q = rows_of(Q, first, bn, h, heads, N, D, 1, 1, C, j * BD, BD)
-            o = product(q * tl.exp(gi), tl.trans(one), o)
-            far = q * tl.exp(gi - m[None, :])
-            near = rows_of(K, first, bn, h, heads, N, D, 1, 1, C, j * BD, BD) * tl.exp(m[None, :] - gi)
-            qk = product(far, tl.trans(near), qk)
-            if R > 0:
-                gr, ge, m, total = decays_of(F, first, bn, h, heads, N, D, FD, RP, C, j * BD, BD, LEAST)
-                b = rows_of(B, first, bn, h, heads, N, D, R, RP, C, j * BD, BD)
-                z = product(b * tl.exp(ge), tl.trans(one), z)
-                reading = b * tl.exp(ge - m[None, :])
-                bk = product(reading, tl.trans(near), bk)
-                erased = rows_of(A, first, bn, h, heads, N, D, R, RP, C, j * BD, BD) * tl.exp(m[None, :] - gr)
-                ba = product(reading, tl.trans(erased), ba)
-                qa = product(far, tl.trans(erased), qa)
-        v = rows_of(V, first, bn, h, heads, N, DV, 1, 1, C, block, BV)
-        o = product(tl.where(i[:, None] >= i[None, :], qk, 0.0), v, o)
+    for step in range(chunks):
+        c = chunks - 1 - step if REVERSE else step
+        one, all_ranks = tokens_of(c * C, C, 1, REVERSE), tokens_of(c * C, C, RP, REVERSE)
+        v, z = load_rows(V, one, bn, h, heads, N, DV, 1, 1, block, BV), tl.zeros([C * RP, BV], tl.float32)
         if R > 0:
-            z = product(tl.where(token[:, None] > i[None, :], bk, 0.0), v, z)
-            m1 = tl.where(token[:, None] > token[None, :], ba, 0.0)
-            nothing = tl.zeros([C * RP, C * RP], tl.float32)
-            m2 = product(m1, m1, nothing)
-            m4 = product(m2, m2, nothing)
-            z = product(product(m4, m4, nothing), z, z)
-            z = product(m4, z, z)
-            z = product(m2, z, z)
-            z = product(-m1, z, z)
-            o = product(tl.where(i[:, None] >= token[None, :], -qa, 0.0), z, o)
-            if SAVE:
-                row = ((bn + first + token) * heads + h) * R + ir % RP
-                kept = ((first + token < N) & (ir % RP < R))[:, None] & (e < DV)[None, :]
-                tl.store(Z + row[:, None] * DV + e[None, :], z, kept)
+            z = load_rows(U, all_ranks, bn, h, heads, N, DV, R, RP, block, BV)
+        for j in tl.static_range(tiles):
+            store_state(STATES + (bh * chunks + c) * D * DV, state[j], j * BD, block, D, DV)
+            if R > 0:
+                z = product(load_rows(W, all_ranks, bn, h, heads, N, D, R, RP, j * BD, BD), tl.trans(state[j]), z)
+        if R > 0:
+            store_rows(Z, z, all_ranks, bn, h, heads, N, DV, R, RP, block)
         after = ()
         for j in tl.static_range(tiles):
-            gi, _, m, total = decays_of(F, first, bn, h, heads, N, D, FD, 1, C, j * BD, BD, LEAST)
-            k = rows_of(K, first, bn, h, heads, N, D, 1, 1, C, j * BD, BD)
-            one = product(tl.trans(v), k * tl.exp(total[None, :] - gi), state[j] * tl.exp(total)[None, :])
+            gi, g, _, total = decays_of(F, one, bn, h, heads, N, D, FD, 1, C, j * BD, BD, LEAST)
+            if not REVERSE:
+                g = gi
+            k = load_rows(K, one, bn, h, heads, N, D, 1, 1, j * BD, BD) * tl.exp(total[None, :] - g)
+            new = product(tl.trans(v), k, state[j] * tl.exp(total)[None, :])
             if R > 0:
-                gr, ge, m, total = decays_of(F, first, bn, h, heads, N, D, FD, RP, C, j * BD, BD, LEAST)
-                a = rows_of(A, first, bn, h, heads, N, D, R, RP, C, j * BD, BD)
-                one = product(tl.trans(z), -a * tl.exp(total[None, :] - gr), one)
-            after = after + (one,)  # type: ignore[assignment]  # noqa: RUF005
+                gr, _, _, _ = decays_of(F, all_ranks, bn, h, heads, N, D, FD, RP, C, j * BD, BD, LEAST)
+                a = load_rows(A, all_ranks, bn, h, heads, N, D, R, RP, j * BD, BD) * tl.exp(total[None, :] - gr)
+                new = product(tl.trans(z), -a, new)
+            after = after + (new,)  # type: ignore[assignment]  # noqa: RUF005
         state = after
-        row = (bn + first + i) * heads + h
-        kept = (first + i < N)[:, None] & (e < DV)[None, :]
-        tl.store(O + row[:, None] * DV + e[None, :], o.to(O.dtype.element_ty), kept)
     for j in tl.static_range(tiles):
-        place, exists = (j * BD + d)[None, :] * DV + e[:, None], (j * BD + d < D)[None, :] & (e < DV)[:, None]
-        tl.store(LAST + bh * D * DV + place, state[j], exists)
+        store_state(LAST + bh * D * DV, state[j], j * BD, block, D, DV)
+
+
+@triton.jit(do_not_specialize=["N", "heads"])
+def read(
+    Q, K, V, F, A, Z, STATES, O, N, heads, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    FD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Compute O [B, N, H, Dv]; one program per head, chunk of C tokens and BV channels of values. Arguments as in
+    `walk`, Q [B, N, H, D]."""
+    bh, c, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * BV
+    bn, h = bh // heads * N, bh % heads
+    one, all_ranks = tokens_of(c * C, C, 1, REVERSE), tokens_of(c * C, C, RP, REVERSE)
+    i, ir = tl.arange(0, C), tl.arange(0, C * RP) // RP
+    qk, qa = tl.zeros([C, C], tl.float32), tl.zeros([C, C * RP], tl.float32)
+    o = tl.zeros([C, BV], tl.float32)
+    STATES += (bh * tl.num_programs(1) + c) * D * DV
+    for j in range((D + BD - 1) // BD):
+        gi, g, m, _ = decays_of(F, one, bn, h, heads, N, D, FD, 1, C, j * BD, BD, LEAST)
+        if not REVERSE:
+            g = gi
+        q = load_rows(Q, one, bn, h, heads, N, D, 1, 1, j * BD, BD)
+        state = load_state(STATES, j * BD, block, D, DV, BD, BV)
+        o = product(q * tl.exp(g), tl.trans(state), o)
+        far = q * tl.exp(g - m[None, :])
+        near = load_rows(K, one, bn, h, heads, N, D, 1, 1, j * BD, BD) * tl.exp(m[None, :] - g)
+        qk = product(far, tl.trans(near), qk)
+        if R > 0:
+            gr, _, _, _ = decays_of(F, all_ranks, bn, h, heads, N, D, FD, RP, C, j * BD, BD, LEAST)
+            erased = load_rows(A, all_ranks, bn, h, heads, N, D, R, RP, j * BD, BD) * tl.exp(m[None, :] - gr)
+            qa = product(far, tl.trans(erased), qa)
+    v = load_rows(V, one, bn, h, heads, N, DV, 1, 1, block, BV)
+    o = product(tl.where(i[:, None] >= i[None, :], qk, 0.0), v, o)
+    if R > 0:
+        qa = tl.where((i[:, None] > ir[None, :]) if REVERSE else (i[:, None] >= ir[None, :]), -qa, 0.0)
+        o = product(qa, load_rows(Z, all_ranks, bn, h, heads, N, DV, R, RP, block, BV), o)
+    store_rows(O, o, one, bn, h, heads, N, DV, 1, 1, block)

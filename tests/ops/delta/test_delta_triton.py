@@ -52,7 +52,7 @@ def results(f, x, grads, dtype=None):
 
 def errors(case, dtype, device):
     x, grads = setting(case, dtype, device)
-    found = results(lambda *y: fused.delta_walk(*y, True), x, grads)
+    found = results(fused.delta_walk, x, grads)
     truth = results(lambda *y: evaluate(*y, by_token=True), x, grads, torch.float64)
     return [l2_error(a, b) for a, b in zip(found, truth, strict=True)], found
 
@@ -69,7 +69,7 @@ def decay_error(device):
         return torch.autograd.grad((o * grads[0].to(o)).sum(), rate)[0]
 
     truth = gradient(lambda *y: evaluate(*y, by_token=True), torch.float64)
-    return l2_error(gradient(lambda *y: fused.delta_walk(*y, True)), truth)
+    return l2_error(gradient(fused.delta_walk), truth)
 
 
 @pytest.mark.gpu
@@ -143,20 +143,25 @@ def test_what_triton_does_not_have():
 
 
 def cut_operands(patch) -> None:
-    """Let products in the interpreter read the leading 19 bits of float32, as tensor cores do in TF32."""
+    """Let products in TF32 read the leading 19 bits of float32 in the interpreter, as tensor cores do."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     dot = InterpreterBuilder.create_dot
 
-    def cut(x):
+    def cut(x, precision):
+        if precision.name != "TF32":
+            return x
         bits = np.ascontiguousarray(x.data).view(np.uint32) & np.uint32(0xFFFFE000)
         return TensorHandle(bits.view(np.float32), x.dtype)
 
-    patch.setattr(InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, cut(a), cut(b), *rest))
+    def product(self, a, b, acc, precision, *rest):
+        return dot(self, cut(a, precision), cut(b, precision), acc, precision, *rest)
+
+    patch.setattr(InterpreterBuilder, "create_dot", product)
 
 
 def interpreted() -> None:
-    from hla_kernels.delta_rule import walk
+    from hla_kernels.delta_rule import tiles
     from tests.ops.fused.children.quicker import interpret_quicker
 
     interpret_quicker()
@@ -164,28 +169,29 @@ def interpreted() -> None:
     with pytest.MonkeyPatch.context() as patch:
         cut_operands(patch)
         assert decay_error("cpu") <= 1e-3
-    walk.rounded = lambda x: x  # products are exact here
+    tiles.rounded = lambda x: x  # products are exact here
     empty = [t[:0] for t in setting(CASES[1], torch.float32, "cpu")[0]]
-    assert [t.shape[0] for t in fused.delta_walk(*empty, True)[:2]] == [0, 0]
+    assert [t.shape[0] for t in fused.delta_walk(*empty)[:2]] == [0, 0]
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
             poison(patch)
             found, _ = errors(case, torch.float32, "cpu")
         assert max(found) <= 1e-5, (case, found)
     x = [t.requires_grad_() for t in setting(CASES[1], torch.float32, "cpu")[0]]
-    torch.library.opcheck(torch.ops.hla_kernels.delta_walk, (*x, True))
+    torch.library.opcheck(torch.ops.hla_kernels.delta_walk, tuple(x))
 
 
 def compiled() -> None:
-    from hla_kernels.delta_rule import rows, walk
+    from hla_kernels.delta_rule import gradients, walk
     from tests.ops.causal.offline import compiled_call
     from tests.ops.fused.offline.gate import Recorder
 
     torch.cuda.device_of = torch.autocast = lambda *a, **more: nullcontext()  # what is compiled for is not here
-    walk.walk, rows.state_rows = Recorder(walk.walk), Recorder(rows.state_rows)
+    walk.solve, walk.walk, walk.read = Recorder(walk.solve), Recorder(walk.walk), Recorder(walk.read)
+    gradients.gradients = Recorder(gradients.gradients)
     for d, r, channels in ((64, 0, False), (64, 1, False), (64, 2, True), (128, 2, True)):
         x, grads = ([t.to("meta") for t in y] for y in setting((64, d, d, r, channels, 1), torch.bfloat16, "cpu"))
-        fused.delta_walk_backward.function(*grads, *x, *fused.delta_walk.function(*x, True)[2:])
+        fused.delta_walk_backward.function(*grads, *x, *fused.delta_walk.function(*x)[2:])
     for fn, args, kwargs in Recorder.calls:
         print(json.dumps(compiled_call(fn, args, kwargs, set())[1]), flush=True)
 
