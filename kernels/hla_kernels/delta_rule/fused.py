@@ -53,12 +53,12 @@ def _run(
         sizes = {**_sizes(q, v, log_f, a), "REVERSE": reverse}
         grid = (n_batch * h, states.shape[2])
         if r:
-            launch(solve, grid, k, v, log_f, a, b, w, u, n, h, **sizes, num_warps=2)
+            launch(solve, grid, k, v, log_f, a, b, w, u, n, h, **sizes, num_warps=r)
         narrow = {**sizes, "BV": BLOCK}
         given = (k, v, log_f, a, w, u, state, states, z, last)
-        launch(walk, (grid[0], -(-dv // BLOCK)), *given, n, h, **narrow, num_warps=1)
-        blocks = -(-dv // sizes["BV"])
-        launch(read, (*grid, blocks), q, k, v, log_f, a, z, states, o, n, h, **sizes, num_warps=2)
+        launch(walk, (grid[0], -(-dv // BLOCK)), *given, n, h, **narrow, num_warps=2)
+        wide = {**sizes, "BD": 16, "BV": 64}
+        launch(read, (*grid, -(-dv // 64)), q, k, v, log_f, a, z, states, o, n, h, **wide, num_warps=max(1, r))
     return o, last, z, states
 
 
@@ -105,16 +105,19 @@ def delta_walk_backward(
     """Return the gradients of the inputs of `delta_walk`, in their order."""
     from .gradients import gradients
 
-    found = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, log_f, a, b))
-    dq, dk, df, da, db = found
+    dq, dk, da, db = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, a, b))
     q1, k1, v1, f1, a1, b1 = _contiguous(q, k, v, log_f, a, b)
     grad = grad.contiguous()
     dv, d_state, y, ends = _run(k1, q1, grad, f1, b1, a1, grad_state.float().contiguous(), True)
+    sizes = {**_sizes(q1, v1, f1, a1), "BD": 16}
+    tiles = -(-q.shape[3] // sizes["BD"])
+    df = q.new_empty((*q.shape[:3], tiles if f1.shape[3] == 1 else q.shape[3]), dtype=torch.float32)
     if q.shape[0]:
         given = (states, ends, q1, k1, v1, f1, a1, b1, z, y, grad, dq, dk, da, db, df)
-        grid, (n, h) = (q.shape[0] * q.shape[2], states.shape[2]), q.shape[1:3]
+        grid, (n, h) = (q.shape[0] * q.shape[2], states.shape[2], tiles), q.shape[1:3]
         with torch.cuda.device_of(q):
-            launch(gradients, grid, *given, n, h, **_sizes(q1, v1, f1, a1), num_warps=4)
+            launch(gradients, grid, *given, n, h, **sizes, num_warps=2)
+    df = (df.sum(3, keepdim=True) if f1.shape[3] == 1 else df).to(log_f.dtype)
     return dq, dk, dv.unsqueeze(3), df, da, db, d_state.to(state.dtype)
 
 

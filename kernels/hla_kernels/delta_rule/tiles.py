@@ -43,12 +43,20 @@ def store_rows(ptr, x, token, bn, h, heads, N, W: tl.constexpr, R: tl.constexpr,
 def decays_of(F, token, bn, h, heads, N, D: tl.constexpr, FD: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, start,
               BLOCK: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
     """Return the sums of log_f from the start of a chunk, with a row's token (gi) and without it (ge), over its first
-    half (m) and over all of it: [C RP, BLOCK] twice, [BLOCK] twice."""
-    i, d = tl.arange(0, C * RP), start + tl.arange(0, BLOCK)
-    place = ((bn + token) * heads + h)[:, None] * FD + (d if FD > 1 else d * 0)[None, :]
-    f = tl.maximum(tl.load(F + place, (token < N)[:, None] & (d < D)[None, :], other=0.0), LEAST)
-    once = tl.where((i % RP == 0)[:, None], f, 0.0)
-    gi = tl.cumsum(once, 0)
+    half (m) and over all of it: [C RP, BLOCK] twice, [BLOCK] twice; one column if FD = 1."""
+    i = tl.arange(0, C * RP)
+    if FD == 1:
+        one = tl.maximum(tl.load(F + (bn + token) * heads + h, token < N, other=0.0), LEAST)
+        first = tl.where(i % RP == 0, one, 0.0)
+        seen = (i // RP)[:, None] >= (i // RP)[None, :]
+        gi = tl.sum(tl.where(seen, first[None, :], 0.0), 1)[:, None]  # no tl.cumsum: it fails for one column
+        f, once = one[:, None], first[:, None]
+    else:
+        d = start + tl.arange(0, BLOCK)
+        place = ((bn + token) * heads + h)[:, None] * FD + d[None, :]
+        f = tl.maximum(tl.load(F + place, (token < N)[:, None] & (d < D)[None, :], other=0.0), LEAST)
+        once = tl.where((i % RP == 0)[:, None], f, 0.0)
+        gi = tl.cumsum(once, 0)
     middle = tl.sum(tl.where((i // RP < C // 2)[:, None], once, 0.0), 0)
     return gi, gi - f, middle, tl.sum(once, 0)
 
