@@ -7,6 +7,7 @@ text).
 
 import math
 
+import torch
 from torch import Tensor
 
 Grid = tuple[int, ...]
@@ -30,3 +31,8 @@ def split_tokens(x: Tensor, grid: Grid, prefix: int = 0, suffix: int = 0) -> tup
     check_grid(x.shape[1], grid, prefix, suffix)
     n = math.prod(grid)
     return x[:, :prefix], x[:, prefix : prefix + n], x[:, prefix + n :]
+
+
+def join_tokens(first: Tensor, patches: Tensor, last: Tensor) -> Tensor:
+    """Undo `split_tokens`, without a copy if there are patches only."""
+    return torch.cat([first, patches, last], 1) if first.shape[1] or last.shape[1] else patches

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.helpers.mixers import DELTA, DIM, HEAD_DIM, HEADS
 from zoo.mixers import Context, build_mixer
-from zoo.mixers.scans import order_of
+from zoo.mixers.scans import Order
 
 GRID = (2, 3)
 
@@ -136,12 +136,12 @@ def test_frames_are_of_a_grid_without_other_tokens():
 
 def test_orders_begin_with_text_and_end_with_class_tokens():
     ctx = Context(torch.empty(0), GRID, prefix=1, suffix=2)
-    orders = [order_of(i, ctx, 9, torch.device("cpu")) for i in range(4)]
-    found = [order.tokens.tolist() for order in orders]
+    orders, line = [Order(i, ctx) for i in range(4)], torch.arange(9)[None]
+    found = [order.permute(line)[0].tolist() for order in orders]
     patches = [[1 + t for t in order] for order in (RASTER, RASTER[::-1], COLUMNS, COLUMNS[::-1])]
     assert found == [[7, 8, *order, 0] for order in patches]
     for order in orders:
-        assert torch.equal(order.unpermute(order.permute(torch.arange(9)[None])), torch.arange(9)[None])
+        assert torch.equal(order.unpermute(order.permute(line)), line)
 
 
 @pytest.mark.parametrize("name", DELTA)

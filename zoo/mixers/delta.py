@@ -17,7 +17,7 @@ from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.layers import HeadRMSNorm, OutputGate
 from zoo.mixers.options import LocalOptions
 from zoo.mixers.protocol import Mixer
-from zoo.mixers.scans import DIRECTIONS, SCAN_ORDERS, Order, order_of
+from zoo.mixers.scans import DIRECTIONS, SCAN_ORDERS, Order
 
 MAX_BETA = 2.0  # upper bound of beta in `hdla`, where I - beta k k' is a reflection; at 1 it erases the key
 GLA_TEMPERATURE = 16.0  # decays are sigmoid(x)^(1/16); GLA, arXiv 2312.06635, section 4.4
@@ -127,21 +127,22 @@ class DeltaMixer(Mixer):
 
     def _scanned(self, q: Tensor, given: Arguments, ctx: Context) -> Tensor:
         """Run the operator over the directions of `scan`, q [B, N, H, D] -> [B, N, H, D]."""
-        scan, place = self.options.scan, (ctx, q.shape[1], q.device)
+        scan = self.options.scan
         if scan == "frame":
             return self._over_frames(q, given, ctx)
         if scan == "raster":
             return _delta(q, given)
         if scan == "both":
             own = (q * given["k"]).sum(-1, keepdim=True) * given["v"]
-            return sum((_run_in_order(order_of(i, *place), q, given) for i in range(2)), -own)
+            return sum((_run_in_order(Order(i, ctx), q, given) for i in range(2)), -own)
         if scan == "alternate":
-            return _run_in_order(order_of(self.layer_index % DIRECTIONS, *place), q, given)
-        heads = torch.arange(self.num_heads, device=q.device).tensor_split(DIRECTIONS)
+            return _run_in_order(Order(self.layer_index % DIRECTIONS, ctx), q, given)
+        size, more = divmod(self.num_heads, DIRECTIONS)
+        starts = [i * size + min(i, more) for i in range(DIRECTIONS + 1)]
         outs = [
-            _run_in_order(order_of(i, *place), q[:, :, h], _apply(given, partial(_select_heads, heads=h)))
-            for i, h in enumerate(heads)
-            if len(h)
+            _run_in_order(Order(i, ctx), q[:, :, h], _apply(given, partial(_select_heads, heads=h)))
+            for i, h in enumerate(map(slice, starts, starts[1:]))
+            if h.stop > h.start
         ]
         return torch.cat(outs, 2)
 
@@ -182,7 +183,7 @@ def _apply(given: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
     return cast(Arguments, {name: change(cast(Tensor, x)) for name, x in given.items()})
 
 
-def _select_heads(x: Tensor, heads: Tensor) -> Tensor:
+def _select_heads(x: Tensor, heads: slice) -> Tensor:
     """Select heads of an argument [H] or [B, N, H, ..]."""
     return x[heads] if x.dim() == 1 else x[:, :, heads]
 

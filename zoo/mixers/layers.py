@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from hla_kernels.features.power import power
 from hla_kernels.features.rms_norm import prepared, rms_norm
 from hla_kernels.ranks.collectives import add_tokens
-from zoo.grid import Grid, split_tokens
+from zoo.grid import Grid, join_tokens, split_tokens
 
 
 class Hedgehog(nn.Module):
@@ -88,7 +88,7 @@ class DepthwiseResidual(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, prefix: int = 0, suffix: int = 0) -> Tensor:
         first, patches, last = split_tokens(x, grid, prefix, suffix)
-        return torch.cat([first, patches + self.convolve(patches, grid), last], dim=1)
+        return join_tokens(first, patches + self.convolve(patches, grid), last)
 
     def convolve(self, patches: Tensor, grid: Grid) -> Tensor:
         """Convolve the patch tokens [B, prod(grid), H, D], without the residual."""

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from zoo.grid import Grid, join_tokens
 from zoo.mixers.context import Context
 
 SCAN_ORDERS = ("raster", "alternate", "heads", "both", "frame")
@@ -12,33 +12,37 @@ DIRECTIONS = 4
 
 
 class Order(NamedTuple):
-    """A permutation of the tokens and its inverse, [N] int64 each."""
+    """An order of tokens: suffix (text) tokens, patches in a direction, then prefix (class, register) tokens.
 
-    tokens: Tensor
-    inverse: Tensor
+    Text reaches the patches so, and the patches reach the class token. Directions: 0 forward, 1 backward, 2 forward by
+    columns, 3 backward by columns, where the last two axes of the grid are exchanged.
+    """
+
+    direction: int
+    ctx: Context
 
     def permute(self, x: Tensor) -> Tensor:
         """Reorder tokens [B, N, ..]."""
-        return x[:, self.tokens]
+        end = x.shape[1] - self.ctx.suffix
+        first, patches, last = x[:, : self.ctx.prefix], x[:, self.ctx.prefix : end], x[:, end:]
+        patches = self._turned(patches, self.ctx.grid)
+        return join_tokens(last, patches.flip(1) if self.direction % 2 else patches, first)
 
     def unpermute(self, x: Tensor) -> Tensor:
         """Undo `permute`."""
-        return x[:, self.inverse]
+        end = x.shape[1] - self.ctx.prefix
+        last, patches, first = x[:, : self.ctx.suffix], x[:, self.ctx.suffix : end], x[:, end:]
+        patches = patches.flip(1) if self.direction % 2 else patches
+        return join_tokens(first, self._turned(patches, self.ctx.grid and _exchanged(self.ctx.grid)), last)
+
+    def _turned(self, patches: Tensor, grid: Grid | None) -> Tensor:
+        """Exchange the last two axes of the grid of patches [B, n, ..]."""
+        if self.direction < 2:
+            return patches
+        assert grid is not None  # `DeltaOptions.needs_grid`
+        dims = len(grid)
+        return patches.unflatten(1, grid).transpose(dims - 1, dims).flatten(1, dims)
 
 
-def order_of(direction: int, ctx: Context, n_tokens: int, device: torch.device) -> Order:
-    """Return the order of a direction: 0 forward, 1 backward, 2 forward by columns, 3 backward by columns.
-
-    By columns: the last two axes of the grid are exchanged. Every order begins with the suffix (text) tokens and ends
-    with the prefix (class, register) tokens, so that text reaches the patches and the patches reach the class token.
-    """
-    first = torch.arange(ctx.prefix, device=device)
-    patches = torch.arange(ctx.prefix, n_tokens - ctx.suffix, device=device)
-    last = torch.arange(n_tokens - ctx.suffix, n_tokens, device=device)
-    if direction >= 2:
-        assert ctx.grid is not None  # `DeltaOptions.needs_grid`
-        patches = patches.view(*ctx.grid).transpose(-2, -1).flatten()
-    if direction % 2:
-        patches = patches.flip(0)
-    tokens = torch.cat([last, patches, first])
-    return Order(tokens, tokens.argsort())
+def _exchanged(grid: Grid) -> Grid:
+    return *grid[:-2], grid[-1], grid[-2]
