@@ -20,9 +20,12 @@ from .call import DeltaCall
 
 CHUNK = 16  # tokens
 LEAST = -10.0  # smallest log_f: stronger decays leave less than the rounding error of 16 bits
-TILE = 32  # channels per tile
-BLOCK = 16  # channels of values per program that walks
 WIDEST = 128
+# by rank: warps, channels and channels of values per tile, stages of the loop over chunks; the fastest on an H200
+SOLVE = {1: (1, 16, 16), 2: (2, 32, 32)}
+WALK = {0: (1, 32, 32, 2), 1: (2, 32, 32, 2), 2: (2, 32, 32, 2)}
+READ = {0: (1, 16, 64), 1: (1, 16, 64), 2: (2, 16, 64)}
+GRADIENTS = {0: (1, 32, 32), 1: (1, 16, 32), 2: (2, 16, 32)}
 
 
 def why_not(x: DeltaCall) -> str | None:
@@ -50,25 +53,27 @@ def _run(
     (n_batch, n, h, d), dv, r = q.shape, v.shape[3], a.shape[3]
     with torch.cuda.device_of(q):
         w, u = (q.new_empty((n_batch, n, h, r, x), dtype=torch.float32) for x in (d, dv))
-        sizes = {**_sizes(q, v, log_f, a), "REVERSE": reverse}
         grid = (n_batch * h, states.shape[2])
         if r:
-            launch(solve, grid, k, v, log_f, a, b, w, u, n, h, **sizes, num_warps=r)
-        narrow = {**sizes, "BV": BLOCK}
+            sizes = _sizes(d, dv, r, log_f, *SOLVE[r])
+            launch(solve, grid, k, v, log_f, a, b, w, u, n, h, **sizes, REVERSE=reverse)
+        sizes = _sizes(d, dv, r, log_f, *WALK[r])
         given = (k, v, log_f, a, w, u, state, states, z, last)
-        launch(walk, (grid[0], -(-dv // BLOCK)), *given, n, h, **narrow, num_warps=2)
-        wide = {**sizes, "BD": 16, "BV": 64}
-        launch(read, (*grid, -(-dv // 64)), q, k, v, log_f, a, z, states, o, n, h, **wide, num_warps=max(1, r))
+        launch(walk, (grid[0], -(-dv // sizes["BV"])), *given, n, h, **sizes, REVERSE=reverse)
+        sizes = _sizes(d, dv, r, log_f, *READ[r])
+        grid = (*grid, -(-dv // sizes["BV"]))
+        launch(read, grid, q, k, v, log_f, a, z, states, o, n, h, **sizes, REVERSE=reverse)
     return o, last, z, states
 
 
-def _sizes(q: Tensor, v: Tensor, log_f: Tensor, a: Tensor) -> dict[str, Any]:
-    """Return the sizes that kernels are compiled for."""
-    d, dv, r = q.shape[3], v.shape[3], a.shape[3]
-    bd, bv = (16 if x <= 16 else TILE for x in (d, dv))
+def _sizes(d: int, dv: int, r: int, log_f: Tensor, warps: int, bd: int, bv: int, stages: int = 1) -> dict[str, Any]:
+    """Return what kernels are compiled for; tiles are no wider than heads."""
+    from triton import next_power_of_2
+
+    bd, bv = (min(tile, max(16, next_power_of_2(x))) for tile, x in ((bd, d), (bv, dv)))
     return {
         "D": d, "DV": dv, "BD": bd, "BV": bv, "FD": log_f.shape[3], "R": r, "RP": max(1, r), "C": CHUNK, "LEAST": LEAST,
-        "num_stages": 1,
+        "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
 
 
@@ -109,14 +114,14 @@ def delta_walk_backward(
     q1, k1, v1, f1, a1, b1 = _contiguous(q, k, v, log_f, a, b)
     grad = grad.contiguous()
     dv, d_state, y, ends = _run(k1, q1, grad, f1, b1, a1, grad_state.float().contiguous(), True)
-    sizes = {**_sizes(q1, v1, f1, a1), "BD": 16}
+    sizes = _sizes(q.shape[3], v.shape[4], a.shape[3], f1, *GRADIENTS[a.shape[3]])
     tiles = -(-q.shape[3] // sizes["BD"])
     df = q.new_empty((*q.shape[:3], tiles if f1.shape[3] == 1 else q.shape[3]), dtype=torch.float32)
     if q.shape[0]:
         given = (states, ends, q1, k1, v1, f1, a1, b1, z, y, grad, dq, dk, da, db, df)
         grid, (n, h) = (q.shape[0] * q.shape[2], states.shape[2], tiles), q.shape[1:3]
         with torch.cuda.device_of(q):
-            launch(gradients, grid, *given, n, h, **sizes, num_warps=2)
+            launch(gradients, grid, *given, n, h, **sizes)
     df = (df.sum(3, keepdim=True) if f1.shape[3] == 1 else df).to(log_f.dtype)
     return dq, dk, dv.unsqueeze(3), df, da, db, d_state.to(state.dtype)
 
