@@ -61,8 +61,8 @@ def _run(
         given = (k, v, log_f, a, w, u, state, states, z, last)
         launch(walk, (grid[0], -(-dv // sizes["BV"])), *given, n, h, **sizes, REVERSE=reverse)
         sizes = _sizes(d, dv, r, log_f, *READ[r])
-        grid = (*grid, -(-dv // sizes["BV"]))
-        launch(read, grid, q, k, v, log_f, a, z, states, o, n, h, **sizes, REVERSE=reverse)
+        blocks = -(-dv // sizes["BV"])
+        launch(read, (*grid, blocks), q, k, v, log_f, a, z, states, o, n, h, **sizes, REVERSE=reverse)
     return o, last, z, states
 
 
@@ -94,7 +94,8 @@ def delta_walk(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return o [B, N, H, Dv], the last state [B, H, D, Dv] and what the backward needs. Arguments as in `delta_op`,
     checked."""
-    return _run(*_contiguous(q, k, v, log_f, a, b), state.float().contiguous(), False)
+    q, k, v, log_f, a, b = _contiguous(q, k, v, log_f, a, b)
+    return _run(q, k, v, log_f, a, b, state.float().contiguous(), False)
 
 
 @delta_walk.register_fake

@@ -1,4 +1,4 @@
-"""Tiles of the kernels of the delta rule: rows of a chunk of tokens, their decays, and products in TF32.
+"""Tiles of the delta rule's kernels: rows of a chunk of tokens, their decays, and products in TF32.
 
 Rows of a chunk are ordered by time, and within a token by rank. In reversed time the last token comes first.
 

@@ -1,4 +1,4 @@
-"""Kernels of the delta rule over chunks of 16 tokens: `solve` in all chunks, `walk` through them, `read` in all chunks.
+"""Kernels of the delta rule over chunks of 16 tokens: `solve` each, `walk` through them, `read` each.
 
 With S the state at the start of a chunk, gi and ge as in `chunked`, counted from the start of the chunk, and g = gi:
 
