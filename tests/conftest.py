@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -48,6 +50,17 @@ def own_precision() -> Iterator[None]:
     yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def warm_processes() -> Iterator[None]:
+    """Processes that a tool spawns begin with their imports done, as forks of the server of `tests.forks`."""
+    from tests.forks import begin_server
+
+    begin_server()
+    contexts = multiprocessing.context._concrete_contexts
+    with mock.patch.dict(contexts, spawn=contexts["forkserver"]):
+        yield
 
 
 @pytest.fixture(scope="session")

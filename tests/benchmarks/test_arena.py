@@ -245,7 +245,7 @@ def test_a_race_learns_and_resumes(tmp_path):
     assert lines[0].startswith("| mixer | memorise 4 (1 layers)") and lines[2].startswith("| la | ")
 
 
-def test_points_have_no_grid(tmp_path):
+def test_points_have_no_grid(warm_processes, tmp_path):
     words = ["tasks=[darcy_points,charges]", "size=8", "layers=1", "steps=2", "batch_size=4", "samples=8", "seeds=[0]"]
     found = race(tmp_path, "mixers=[flare rank=4,mhla]", "workers=2", *words)
     names = sorted((row["task"], row["mixer"]) for row in found["rows"])

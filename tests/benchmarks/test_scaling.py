@@ -13,7 +13,7 @@ LAYERS = 2
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
+def result(warm_processes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("scaling")
     files = [f"json={folder}/scaling.json", f"picture={folder}/scaling.png"]
     methods = "methods=[softmax ulysses,la,mhla]"

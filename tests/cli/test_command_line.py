@@ -206,7 +206,7 @@ def small_configs(folder):
     return folder
 
 
-def test_demo_with_a_tiny_budget(tmp_path, monkeypatch):
+def test_demo_with_a_tiny_budget(warm_processes, tmp_path, monkeypatch):
     pytest.importorskip("torch_fidelity", reason="it comes with hla-zoo[eval]")
     import demo
 

@@ -2,14 +2,19 @@
 
 import io
 import json
+import os
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from tests.forks import CPU
 from tests.helpers.hub import local_hub
-from tests.helpers.runs import TINY, run_tool
+from tests.helpers.runs import ROOT, TINY
 from zoo import config
 from zoo.data import open_source, open_sources
 from zoo.data.settings import DataSettings
@@ -17,6 +22,18 @@ from zoo.data.settings import DataSettings
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("pyarrow.parquet")
 CLASSES = [f"digit {i}" for i in range(10)]
+FORKS = """
+import json, os, runpy, sys
+import datasets, matplotlib.pyplot, torch._dynamo, zoo.cli.train_classifier
+for words in json.loads(sys.argv[1]):
+    sys.stderr.flush()
+    if not os.fork():
+        sys.argv = [TOOL, *words]
+        runpy.run_path(TOOL, run_name="__main__")
+        sys.exit()
+    status = os.waitstatus_to_exitcode(os.wait()[1])
+    print("status", status, file=sys.stderr)
+""".replace("TOOL", repr(str(ROOT / "tools" / "train_vit.py")))
 
 
 def parquet(first, last, classes=CLASSES):
@@ -29,6 +46,18 @@ def parquet(first, last, classes=CLASSES):
     return file.getvalue()
 
 
+def train(*calls, **environment):
+    """(exit status, last line of errors) of each call of the tool: forks of a new process, whose imports read the
+    environment."""
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "kernels"), *sys.path]))
+    environment = {**os.environ, "PYTHONPATH": path, **CPU, **environment}
+    command = [sys.executable, "-c", FORKS, json.dumps(calls)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    said = re.findall(r"(?:([^\n]*)\n)?status (\d+)\n", done.stderr)
+    assert len(said) == len(calls), done.stderr
+    return [(int(status), line) for line, status in said]
+
+
 def test_a_run_on_a_data_set_of_the_hub(tmp_path):
     files = {"train-00000-of-00001.parquet": parquet(0, 200), "validation-00000-of-00001.parquet": parquet(200, 260)}
     settings = config.merge(TINY, {"data": {"source": "hf", "train": "zoo/digits", "val": "zoo/digits"}})
@@ -36,15 +65,16 @@ def test_a_run_on_a_data_set_of_the_hub(tmp_path):
     cache = tmp_path / "cache"
     with local_hub("zoo/digits", files) as (endpoint, asked):
         where = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
-        for run in ("first", "second"):
-            status, _, err = run_tool("train_vit", str(tmp_path / "run.yaml"), f"run.folder={tmp_path}/{run}", **where)
-            assert status == 0, err
+        file = str(tmp_path / "run.yaml")
+        calls = [[file, f"run.folder={tmp_path}/{run}"] for run in ("first", "second")]
+        refused = {"zoo/digits:test": "Unknown split", "zoo/none": "cannot be loaded"}
+        calls += [[file, f"data.val={name}", f"run.folder={tmp_path}/third"] for name in refused]
+        first, second, *others = train(*calls, **where)
+        assert first[0] == second[0] == 0, (first, second)
+        for (status, line), reason in zip(others, refused.values(), strict=True):
+            assert status == 2 and reason in line, line
         downloads = [line for line in asked if line.startswith("GET") and line.endswith(".parquet")]
         assert len(downloads) == 2, "each file is downloaded once, the second run reads the cache"
-        for name, reason in (("zoo/digits:test", "Unknown split"), ("zoo/none", "cannot be loaded")):
-            words = [f"data.val={name}", f"run.folder={tmp_path}/third"]
-            status, _, err = run_tool("train_vit", str(tmp_path / "run.yaml"), *words, **where)
-            assert status == 2 and reason in err.strip().splitlines()[-1], err
     first, second = (json.loads((tmp_path / run / "result.json").read_text()) for run in ("first", "second"))
     assert first["images"] == 60 and first["top1"] == second["top1"]
     from zoo.models.timm.model_files import read_recipe

@@ -84,7 +84,8 @@ def test_one_graph_for_every_number_of_tokens(mixer, device):
     for n in (50, 197, 65, 333):
         x = tokens(n, device)
         torch._dynamo.mark_dynamic(x, 1)  # an error where the number is fixed
-        assert_close(results(block, x, fast), results(block, x), in_float32(block, x))
+        exact = in_float32(block, x) if device == "cuda" else None
+        assert_close(results(block, x, fast), results(block, x), exact)
         frames.add(counter.frame_count)
     assert len(frames) == 1
 
