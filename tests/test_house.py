@@ -1,6 +1,7 @@
 """The rules of the house, enforced: who may import whom, sizes of files and folders, what the wheel contains."""
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.forks import ROOT, run_fork
+
 SOURCES = ["kernels/hla_kernels", "zoo", "tools", "tests"]
 MAY_IMPORT = {
     "kernels/hla_kernels": {"torch", "triton", "hla_kernels"},
@@ -57,6 +59,11 @@ SHARED_NAMES = {
 }
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def files(folder: str) -> list[Path]:
     place = ROOT / folder
     return [place] if place.is_file() else sorted(place.rglob("*.py"))
@@ -65,7 +72,7 @@ def files(folder: str) -> list[Path]:
 def imported(path: Path) -> set[str]:
     """Top-level names of the modules that a file imports."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -83,7 +90,7 @@ def test_arrows_point_one_way(folder):
 def parts_of_zoo(path: Path) -> set[str]:
     """What a file imports of zoo, inside functions too; `import zoo` itself stands for its models."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"zoo.{alias.name}" for alias in node.names] if node.module == "zoo" else [node.module]
@@ -118,7 +125,7 @@ def test_files_and_folders_stay_small(folder):
 def test_public_functions_have_docstrings():
     for folder in MAY_IMPORT:
         for path in files(folder):
-            tree = ast.parse(path.read_text())
+            tree = parsed(path)
             assert ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no docstring"
             for node in tree.body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
@@ -151,7 +158,7 @@ def test_plain_english(folder):
 @pytest.mark.parametrize("folder", [*PLAIN_ENGLISH, "kernels/hla_kernels"])
 def test_modules_have_short_titles(folder):
     for path in files(folder):
-        title = re.split(r"\.(?:\s|$)", ast.get_docstring(ast.parse(path.read_text())) or "")[0]
+        title = re.split(r"\.(?:\s|$)", ast.get_docstring(parsed(path)) or "")[0]
         assert len(title) <= 100, f"{path.relative_to(ROOT)}: the first sentence has {len(title)} characters"
 
 
@@ -169,7 +176,7 @@ def test_unclear_phrases_are_found(phrase):
 def test_public_names_are_unique():
     places = defaultdict(set)
     for path in (p for folder in PLAIN_ENGLISH if folder.startswith("zoo") for p in files(folder)):
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             names = [t.id for t in targets if isinstance(t, ast.Name)]
             names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
@@ -201,7 +208,7 @@ def test_the_wheel_holds_exactly_the_two_packages(tmp_path):
 def test_no_pickle_from_disk():
     for folder in SOURCES[:3]:
         for path in files(folder):
-            tree = ast.parse(path.read_text())
+            tree = parsed(path)
             for node in ast.walk(tree):
                 named = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
                 assert named not in ("pickle.load", "pickle.loads", "pickle.Unpickler"), f"{path.name}: {named}"
@@ -211,8 +218,8 @@ def test_no_pickle_from_disk():
 
 
 def test_readme_tables_are_those_of_the_result_files():
-    tool = ROOT / "docs" / "readme_tables.py"
-    subprocess.run([sys.executable, str(tool), "--check"], check=True)
+    status, out, err = run_fork("docs/readme_tables.py", "--check")
+    assert status == 0, out + err
 
 
 def launched(node: ast.AST) -> bool:
@@ -225,7 +232,7 @@ def launched(node: ast.AST) -> bool:
 
 def test_one_place_launches_kernels():
     """The one that says how sums of products are rounded, which versions of Triton do not agree about."""
-    found = {p.name for p in files("kernels/hla_kernels") if any(map(launched, ast.walk(ast.parse(p.read_text()))))}
+    found = {p.name for p in files("kernels/hla_kernels") if any(map(launched, ast.walk(parsed(p))))}
     assert found == {"recording.py"}
 
 
@@ -234,7 +241,7 @@ def test_no_test_imports_a_test():
     bare = {path.stem for path in files("tests")} - set(sys.stdlib_module_names)
     for path in files("tests"):
         names = imported(path) & bare
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
                 modules = [*node.module.split("."), *(alias.name for alias in node.names)]
                 names |= {name for name in modules if name.startswith("test_") or name == "conftest"}

@@ -150,7 +150,8 @@ def test_a_recipe_anneals_in_the_fine_tuning_alone(image_source, tmp_path):
     """The transfer wants the layers as they are, and the control has none of higher order."""
     changes = {"model": {"name": "", "kwargs": {}, "img_size": None, "checkpoint": str(image_source)}}
     file, out = tmp_path / "finetune.yaml", tmp_path / "out"
-    file.write_text(yaml.safe_dump({**IMAGE, **changes, "schedule": {"epochs": 2}, "optim": {"anneal": 0.5}}))
+    changes |= {"data": IMAGE["data"] | {"batch_size": 500}, "schedule": {"epochs": 2}, "optim": {"anneal": 0.5}}
+    file.write_text(yaml.safe_dump({**IMAGE, **changes}))
     found = run_recipe(recipe(image_source, file, out, "mixer=ahla", "transfer=0.5", "stages=[calibrate,transfer]"))
     assert found.keys() == {"calibrate", "transfer"}
     found = run_recipe(recipe(image_source, file, out, "mixer=ahla", "transfer=0.5", "stages=[finetune,controls]"))

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from tests.forks import Fork, run_fork
+from tests.forks import Fork, finish, run_fork, start_two
 from tests.helpers.runs import TINY, tiny, wait_for_step
 from zoo import config
 from zoo.files import LOCK, FolderLock, naming, replacing, replacing_folder, sweep
@@ -66,9 +67,9 @@ def test_a_run_that_is_asked_to_stop_writes_a_checkpoint_and_goes_on_bit_identic
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(tmp_path):
-    code = "from zoo import config\ndef main(_): raise KeyboardInterrupt\nconfig.command_line(main)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    script = tmp_path / "script.py"
+    script.write_text("from zoo import config\ndef main(_): raise KeyboardInterrupt\nconfig.command_line(main)")
+    assert run_fork(script) == (130, "", "interrupted\n")
 
 
 AGREE = """
@@ -89,32 +90,32 @@ with Stop(accelerator) as stop:
 
 def test_several_processes_stop_at_the_same_step(tmp_path):
     (tmp_path / "agree.py").write_text(AGREE)
-    two = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(tmp_path / "agree.py")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *two], capture_output=True, text=True, env=env, check=False, timeout=600)
-    assert done.stdout.splitlines() == ["6 15", "6 15"], done.stderr
+    status, out, err = finish(start_two(tmp_path / "agree.py"))
+    assert (status, out.splitlines()) == (0, ["6 15", "6 15"]), err
 
 
 # Locks
 
 HOLD = """
-import sys
+import signal, sys
 from pathlib import Path
 from zoo.files import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
+Path(sys.argv[2]).touch()
+signal.pause()
 """
 
 
 def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path):
-    code = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as holder:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=rf"run is in use by process {holder.pid} on .*choose another folder"):
-            ClassificationRun(tiny(tmp_path / "run"))
-        holder.kill()
+    (tmp_path / "hold.py").write_text(HOLD)
+    holder, held = Fork(tmp_path / "hold.py", str(tmp_path / "run"), str(tmp_path / "held")), tmp_path / "held"
+    while not held.exists():
+        assert holder.poll() is None, holder.communicate()
+        time.sleep(0.005)
+    with pytest.raises(ValueError, match=rf"run is in use by process {holder.pid} on .*choose another folder"):
+        ClassificationRun(tiny(tmp_path / "run"))
+    holder.kill()
+    holder.join()
     assert (tmp_path / "run" / LOCK).exists()  # what a killed process leaves does not hold anybody up
     ClassificationRun(tiny(tmp_path / "run")).train()
     assert not (tmp_path / "run" / LOCK).exists()
