@@ -11,7 +11,7 @@ from torch import Tensor
 from ..dispatch.autograd import are_fixed
 from ..features import feature
 from ..hla.fused import Spec, paths
-from ..hla.fused.spec import widths
+from ..hla.fused.spec import Widths
 from ..op import Call, TwoSided, choose
 from .collectives import stage
 
@@ -21,7 +21,7 @@ def in_triton(call: Call) -> bool:
     q, k, v = (x.new_empty(x.shape[0], 2, *x.shape[2:]) for x in call[1:4])
     if len(q) == 0 or choose(call._replace(q=q, k=k, v=v), "auto") != "triton":
         return False
-    mixed = paths.mixed(_spec(call), widths(q.shape[3], v.shape[3]), q.dtype, q.shape[2] == v.shape[2])
+    mixed = paths.mixed(_spec(call), Widths.of(q.shape[3], v.shape[3]), q.dtype, q.shape[2] == v.shape[2])
     return not (mixed and call.options.normalize)  # a ratio of `polynomial` has one program per head
 
 

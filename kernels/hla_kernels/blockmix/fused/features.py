@@ -30,18 +30,18 @@ def angles_at(x, bh, H, HT, first, D: tl.constexpr):
 
 
 @triton.jit
-def load_angles(ptr, tokens, live, HT, AGAIN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+def load_angles(ptr, tokens, live, HT, AGAIN: tl.constexpr, W: tl.constexpr):
     """Load D / 2 numbers per token as the halves of a pair. AGAIN: second load for a tile, from the cache; another
     eviction policy makes it a separate load, so that the first one does not hold registers in between."""
     POLICY: tl.constexpr = "" if AGAIN else "evict_last"
-    at = ptr + tokens[:, None] * (HT * (D // 2))
-    c1 = tl.arange(0, D1 // 2)
-    x1 = tl.load(at + c1[None, :], mask=live[:, None] & (c1 < D // 2)[None, :], other=0.0, eviction_policy=POLICY)
+    at = ptr + tokens[:, None] * (HT * (W.D // 2))
+    c1 = tl.arange(0, W.D1 // 2)
+    x1 = tl.load(at + c1[None, :], mask=live[:, None] & (c1 < W.D // 2)[None, :], other=0.0, eviction_policy=POLICY)
     x1 = x1.to(tl.float32)
     x2 = x1
-    if D2 > 0:
-        c2 = D1 // 2 + tl.arange(0, D2 // 2)
-        x2 = tl.load(at + c2[None, :], mask=live[:, None] & (c2 < D // 2)[None, :], other=0.0, eviction_policy=POLICY)
+    if W.D2 > 0:
+        c2 = W.D1 // 2 + tl.arange(0, W.D2 // 2)
+        x2 = tl.load(at + c2[None, :], mask=live[:, None] & (c2 < W.D // 2)[None, :], other=0.0, eviction_policy=POLICY)
         x2 = x2.to(tl.float32)
     return x1, x2
 
@@ -62,73 +62,71 @@ def turn_part(x, c, s, TURN: tl.constexpr):
 
 
 @triton.jit
-def turn(x, cos, sin, tokens, live, HT, BACK: tl.constexpr, TURN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr,
-):  # fmt: skip
+def turn(x, cos, sin, tokens, live, HT, BACK: tl.constexpr, TURN: tl.constexpr, W: tl.constexpr):
     """Rotate a tile by the angles of its tokens, in float32; BACK: by the opposite angles. TURN 0: no rotation."""
     out = x
     if TURN > 0:
-        c = load_angles(cos, tokens, live, HT, BACK, D, D1, D2)
-        s = load_angles(sin, tokens, live, HT, BACK, D, D1, D2)
+        c = load_angles(cos, tokens, live, HT, BACK, W)
+        s = load_angles(sin, tokens, live, HT, BACK, W)
         sign = -1.0 if BACK else 1.0
         y1 = turn_part(x[0].to(tl.float32), c[0], sign * s[0], TURN)
         y2 = y1
-        if D2 > 0:
+        if W.D2 > 0:
             y2 = turn_part(x[1].to(tl.float32), c[1], sign * s[1], TURN)
         out = (y1, y2)
     return out
 
 
 @triton.jit
-def cast2(x, dtype: tl.constexpr, D2: tl.constexpr):
+def cast2(x, dtype: tl.constexpr, W: tl.constexpr):
     """Cast a tile."""
     x2 = x[1]
-    if D2 > 0:
+    if W.D2 > 0:
         x2 = x[1].to(dtype)
     return x[0].to(dtype), x2
 
 
 @triton.jit
-def rest(x, high, D2: tl.constexpr):
+def rest(x, high, W: tl.constexpr):
     """Return x minus its rounding, in float32."""
     x2 = x[1]
-    if D2 > 0:
+    if W.D2 > 0:
         x2 = x[1] - high[1].to(tl.float32)
     return x[0] - high[0].to(tl.float32), x2
 
 
 @triton.jit
 def add_outer(
-    acc, x, y, live, dtype: tl.constexpr, DIGITS: tl.constexpr, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr
-):  # fmt: skip
+    acc, x, y, live, dtype: tl.constexpr, DIGITS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PREC: tl.constexpr
+):
     """Return acc + x'y over the tokens of a tile; x has `dtype`, y has `dtype` or is float32 in `DIGITS` digits."""
-    high = cast2(y, dtype, Y2)
+    high = cast2(y, dtype, Y)
     if DIGITS > 1:
-        left = rest(y, high, Y2)
-        low = cast2(left, dtype, Y2)
+        left = rest(y, high, Y)
+        low = cast2(left, dtype, Y)
         if DIGITS > 2:
-            acc = outer4(acc, x, cast2(rest(left, low, Y2), dtype, Y2), live, X2, Y2, False, PREC)
-        acc = outer4(acc, x, low, live, X2, Y2, False, PREC)
-    return outer4(acc, x, high, live, X2, Y2, False, PREC)
+            acc = outer4(acc, x, cast2(rest(left, low, Y), dtype, Y), live, X, Y, False, PREC)
+        acc = outer4(acc, x, low, live, X, Y, False, PREC)
+    return outer4(acc, x, high, live, X, Y, False, PREC)
 
 
 @triton.jit
 def add_rows(
-    acc, x, m, dtype: tl.constexpr, DIGITS: tl.constexpr, K2: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr
-):  # fmt: skip
+    acc, x, m, dtype: tl.constexpr, DIGITS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, PREC: tl.constexpr
+):
     """Return acc + x m for a tile x in `DIGITS` (1 or 2) digits."""
-    high = cast2(x, dtype, K2)
-    out = rowmul(acc, high, m, K2, B2, PREC)
+    high = cast2(x, dtype, K)
+    out = rowmul(acc, high, m, K, B, PREC)
     if DIGITS > 1:
-        low = cast2(rest(x, high, K2), dtype, K2)
+        low = cast2(rest(x, high, K), dtype, K)
         # a nonzero constant keeps this sum from being folded into the product, which would change its layout
         o1 = out[0] + tl.dot(low[0], m[0], input_precision=PREC, max_num_imprecise_acc=16)
         o2 = out[1]
-        if K2 > 0:
+        if K.D2 > 0:
             o1 += tl.dot(low[1], m[2], input_precision=PREC, max_num_imprecise_acc=16)
-        if B2 > 0:
+        if B.D2 > 0:
             o2 = out[1] + tl.dot(low[0], m[1], input_precision=PREC, max_num_imprecise_acc=16)
-            if K2 > 0:
+            if K.D2 > 0:
                 o2 += tl.dot(low[1], m[3], input_precision=PREC, max_num_imprecise_acc=16)
         out = (o1, o2)
     return out

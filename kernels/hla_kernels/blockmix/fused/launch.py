@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...dispatch.recording import launch
 from ...hla.fused.launch import group_sum
-from ...hla.fused.spec import alignment, strides
+from ...hla.fused.spec import Widths, alignment, strides
 from ..options import BlockOptions
 from . import plan
 from .apply import key_grads, query_rows, read_out
@@ -17,7 +17,7 @@ from .mixing import add, mixed, mixed_back
 from .orders.grads import key_products, query_products
 from .orders.middle import left_grads, operators, right_grads
 from .reduce import query_grads, reduce_moments, sum_values
-from .spec import Moments, Sizes, flags, geometry, moment_precisions, moments_dtype, precision, widths
+from .spec import Moments, Sizes, flags, geometry, moment_precisions, moments_dtype, precision
 
 Rotary = tuple[Tensor, Tensor] | None
 
@@ -33,7 +33,7 @@ class Call:
         self.b, self.n, self.h, self.d = q.shape
         self.dv, self.group = v.shape[3], self.h // k.shape[2]
         self.bh, self.m = self.b * self.h, o.layout.n_blocks
-        self.geo, self.w, self.flags = geometry(o.layout, share), widths(self.d, self.dv), flags(o, rotary)
+        self.geo, self.w, self.flags = geometry(o.layout, share), Widths.of(self.d, self.dv), flags(o, rotary)
         # a softmax's Jacobian removes the part of gradients that all features share: one digit would leave its rounding
         self.fine = o.feature_map == "softmax"
         self.whole = self.flags["TURN"] > 1  # a rotation needs both halves of the channels
@@ -80,7 +80,7 @@ class Call:
 
     def token_flags(self) -> dict:
         """Return the constexpr arguments of a pass over tokens."""
-        return {**self.flags, **self.w, "PREC": self.prec}
+        return {**self.flags, **self.w._asdict(), "PREC": self.prec}
 
     def rows_config(self, name: str) -> dict[str, int]:
         """Return the tiles of a pass that writes rows."""
@@ -108,7 +108,7 @@ def anchor_of(call: Call, out: Tensor | None) -> None:
     launch(
         sum_values, call.bh * parts,
         call.v, call.keep, call.shares, partial, strides(call.v, a), call.n, call.h, call.bh, call.group, chunk,
-        1.0 / call.n, ALIGN=a, **{name: call.w[name] for name in ("DV", "V1", "V2")}, BN=bn, num_warps=4, num_stages=3,
+        1.0 / call.n, ALIGN=a, V=call.w.V, BN=bn, num_warps=4, num_stages=3,
     )  # fmt: skip
     if parts > 1:
         add(partial, out, 1, parts, call.bh * call.dv, 32)
@@ -128,15 +128,15 @@ class Source(NamedTuple):
 
 def sum_over(call: Call, s: Source, anchor: Tensor | None, matrix: Tensor, vector: Tensor | None, local: bool) -> None:
     """Sum y phi(x)' over every block, and with `vector` also phi(x); `local`: times s."""
-    w = call.w if not s.pair else {**call.w, "DV": call.w["D"], "V1": call.w["F1"], "V2": call.w["F2"]}
+    w = call.w if not s.pair else call.w._replace(V=call.w.F)
     ratio = s.ratio is not None
     digits = 3 if call.flags["EXACT"] else call.digits * (1 + s.pair)
     config = plan.reduce_config(w, call.q.dtype, vector is not None, ratio, digits)
-    size = call.programs * w["D"] * w["DV"]
+    size = call.programs * w.F.D * w.V.D
     w, config = plan.divided(w, config, call.whole or s.pair)
     parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
     a = alignment(s.x, s.y)
-    flags = {**call.token_flags(), **w, "NORM": vector is not None, "ROWS": plan.rows_at_once(w, call.q.dtype, config)}
+    flags = {**call.token_flags(), **w._asdict(), "NORM": vector is not None}
     to, to_vector = matrix, vector
     if parts > 1:  # float32 parts are added by another kernel
         to = call.buffer(parts, size)
@@ -145,7 +145,8 @@ def sum_over(call: Call, s: Source, anchor: Tensor | None, matrix: Tensor, vecto
         reduce_moments, call.programs * parts * config["SPLIT"],
         s.x, s.y, call.keep, call.scales if local else None, anchor, *(s.ratio or (None, None)), *call.angles, to,
         to_vector, strides(s.x, a), strides(s.y, a), *call.sizes(), s.group, s.y_group, call.ht, chunk,
-        call.scale if local else 1.0, ALIGN=a, RATIO=ratio, PAIR=s.pair, **flags, **config,
+        call.scale if local else 1.0, ALIGN=a, RATIO=ratio, PAIR=s.pair,
+        ROWS=plan.rows_at_once(w, call.q.dtype, config), **flags, **config,
     )  # fmt: skip
     added(call, to, to_vector, matrix, vector, parts, size)
 
@@ -220,8 +221,8 @@ def operator_of(call: Call, x: Moments) -> Operator:
     room = call.operators()
     shift = None if room.vector is None else call.buffer(call.programs * call.dv)
     out = Operator(room.matrix, room.vector, shift)
-    programs, common = plan.product_grid(call.w, call.w["DV"], call.programs)
-    launch(operators, programs, x.matrix, x.vector, x.left, *out, **call.w, PREC=call.mid, **common)
+    programs, common = plan.product_grid(call.w, call.w.V.D, call.programs)
+    launch(operators, programs, x.matrix, x.vector, x.left, *out, **call.w._asdict(), PREC=call.mid, **common)
     return out
 
 
@@ -322,7 +323,7 @@ def query_both_call(call: Call, g: Tensor, dq: Tensor, y: Operator, saved: Saved
         query_grads, call.programs * parts * config["SPLIT"],
         call.q, g, dq, saved.inverses, call.keep, saved.anchor, *call.angles, y.matrix, y.vector, to, to_vector,
         strides(call.q, a), strides(g, a), strides(dq, a), *call.sizes(), call.ht, chunk, call.o.eps, ALIGN=a,
-        FINE=call.fine, **{**call.token_flags(), **w}, **config,
+        FINE=call.fine, **{**call.token_flags(), **w._asdict()}, **config,
     )  # fmt: skip
     added(call, to, to_vector, dy.matrix, dy.vector, parts, size)
 
@@ -343,13 +344,13 @@ def key_call(call: Call, outs: Grads, dx: Moments, anchor: Tensor | None) -> Non
 def factor_grads(call: Call, x: Moments, shift: Tensor | None, d_operator: Moments, dy: Moments) -> None:
     """Compute the gradients of the mixed factors of each operator from the gradient of the operator."""
     for kernel, height, outs in (
-        (right_grads, call.w["DV"], (dy.matrix, dy.vector)), (left_grads, call.w["D"], (dy.left,)),
+        (right_grads, call.w.V.D, (dy.matrix, dy.vector)), (left_grads, call.w.F.D, (dy.left,)),
     ):  # fmt: skip
         programs, common = plan.product_grid(call.w, height, call.programs)
         launch(
             kernel, programs,
-            x.matrix, x.vector, x.left, d_operator.matrix, d_operator.vector, shift, *outs, **call.w, PREC=call.mid,
-            **common,
+            x.matrix, x.vector, x.left, d_operator.matrix, d_operator.vector, shift, *outs, **call.w._asdict(),
+            PREC=call.mid, **common,
         )  # fmt: skip
 
 

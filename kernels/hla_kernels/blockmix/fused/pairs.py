@@ -83,8 +83,8 @@ def spread(m, E, COLUMNS, ms, GEO, N, M, MP: tl.constexpr, BN: tl.constexpr):
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def pair_outputs(
     q, k, v, E, COLUMNS, keep, scales, o, O32, F, qs, ks, vs, os, N, H, G, step, scale, eps, NORM: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
-    MP: tl.constexpr, PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, MP: tl.constexpr,
+    PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute o of BQ queries, and for a backward (or None) O32 [B H, N, DV] and F [B H, N], o and f in float32. step:
     numbers from one head of COLUMNS to the next."""
@@ -121,8 +121,8 @@ def pair_outputs(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def pair_query_grads(
     q, k, v, g, E, COLUMNS, keep, scales, O32, F, DELTA, dq, qs, ks, vs, gs, dqs, N, H, G, step, scale,
-    ALIGN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
-    MP: tl.constexpr, PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    ALIGN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, MP: tl.constexpr,
+    PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of BQ queries and DELTA [B H, N] = g_i . o_i. O32, F, DELTA: None without a ratio."""
     bh = tl.program_id(1)
@@ -152,8 +152,8 @@ def pair_query_grads(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def pair_key_grads(
     q, k, v, g, E, COLUMNS, keep, scales, F, DELTA, dk, dv, PARTS, qs, ks, vs, gs, dks, dvs, N, H, BH, M, G, step,
-    scale, ALIGN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    VP: tl.constexpr, MP: tl.constexpr, PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    scale, ALIGN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, MP: tl.constexpr,
+    PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of BK keys for one query head, and their part of dm in PARTS [H, B, tiles of keys, M, M]."""
     tile, bh = tl.program_id(0), tl.program_id(1)

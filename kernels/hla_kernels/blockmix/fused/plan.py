@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ...hla.fused.plan import PROGRAMS
-from ...hla.fused.spec import split_width
+from ...hla.fused.spec import Widths, split_width
 
 Config = dict[str, int]
 # 16-bit tokens on an H200, by the columns of the wider tile: tokens per tile, warps, stages and, if limited, number of
@@ -81,28 +81,23 @@ MIX = {
 }
 
 
-def wide(w: dict[str, int]) -> int:
-    """Return the columns of the wider of the two tiles."""
-    return max(w["F1"] + w["F2"], w["V1"] + w["V2"])
-
-
-def tile(w: dict[str, int], name: str) -> Config:
+def tile(w: Widths, name: str) -> Config:
     """Return an entry of TABLE."""
-    bn, warps, stages, *more = TABLE[min(x for x in TABLE if wide(w) <= x)][name]
+    bn, warps, stages, *more = TABLE[min(x for x in TABLE if w.wide <= x)][name]
     registers = {"maxnreg": more[1]} if len(more) > 1 else {}
     return {"BN": bn, "num_warps": warps, "num_stages": stages, "SPLIT": more[0] if more else 1, **registers}
 
 
-def divided(w: dict[str, int], config: Config, whole: bool) -> tuple[dict[str, int], Config]:
+def divided(w: Widths, config: Config, whole: bool) -> tuple[Widths, Config]:
     """Return (widths of one program, tiles) of a pass whose programs split the features of a head. Features that are
     needed as a `whole`, or are not a power of two, stay in one program with as many warps."""
     split = config["SPLIT"]
-    if split > 1 and (whole or w["D"] != w["F1"]):
+    if split > 1 and (whole or w.F.D != w.F.D1):
         return w, {**config, "SPLIT": 1, "num_warps": min(8, config["num_warps"] * split)}
-    return {**w, "D": w["D"] // split, "F1": w["F1"] // split}, config
+    return w._replace(F=w.F._replace(D=w.F.D // split, D1=w.F.D1 // split)), config
 
 
-def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio: bool, digits: int) -> Config:
+def reduce_config(w: Widths, dtype: torch.dtype, normalize: bool, ratio: bool, digits: int) -> Config:
     """Return the tiles of `reduce_moments`; digits: number of digits of the features in both operands."""
     if digits > 2 or dtype == torch.float32:
         config = {"BN": 32, "num_warps": 8, "num_stages": 2, "SPLIT": 1}
@@ -112,25 +107,25 @@ def reduce_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, ratio:
     return config
 
 
-def rows_at_once(w: dict[str, int], dtype: torch.dtype, config: Config) -> int:
+def rows_at_once(w: Widths, dtype: torch.dtype, config: Config) -> int:
     """Return the rows of a tile that the warps hold at once, with 16 bytes per thread."""
-    rows = config["num_warps"] * 32 * (16 // dtype.itemsize) // w["F1"]
+    rows = config["num_warps"] * 32 * (16 // dtype.itemsize) // w.F.D1
     return max(1, min(rows, config["BN"]))
 
 
-def one_pass(w: dict[str, int], normalize: bool, dtype: torch.dtype, digits: int) -> bool:
+def one_pass(w: Widths, normalize: bool, dtype: torch.dtype, digits: int) -> bool:
     """Whether dq and the gradients of the mixed moments fit in the registers of one pass."""
-    return not normalize or (wide(w) <= 64 and dtype != torch.float32 and digits == 1)
+    return not normalize or (w.wide <= 64 and dtype != torch.float32 and digits == 1)
 
 
-def query_config(w: dict[str, int], dtype: torch.dtype, normalize: bool, digits: int) -> Config:
+def query_config(w: Widths, dtype: torch.dtype, normalize: bool, digits: int) -> Config:
     """Return the tiles of `query_grads`."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1, "SPLIT": 1}
     return tile(w, "query" + ("_two" if digits > 1 else "_norm" if normalize else ""))
 
 
-def apply_config(w: dict[str, int], dtype: torch.dtype, name: str, normalize: bool, digits: int) -> Config:
+def apply_config(w: Widths, dtype: torch.dtype, name: str, normalize: bool, digits: int) -> Config:
     """Return the tiles of a pass that writes rows: "read", "rows", "key", or "products" of the higher orders."""
     if dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
@@ -141,9 +136,9 @@ def apply_config(w: dict[str, int], dtype: torch.dtype, name: str, normalize: bo
     return config
 
 
-def key_passes(w: dict[str, int], digits: int) -> tuple[int, ...]:
+def key_passes(w: Widths, digits: int) -> tuple[int, ...]:
     """Return the PARTs of `key_products`: dv and dk in one pass, or in two if their operands do not fit."""
-    return (1, 2) if wide(w) > 64 and digits > 1 else (0,)
+    return (1, 2) if w.wide > 64 and digits > 1 else (0,)
 
 
 def padded(m: int) -> int:
@@ -169,10 +164,10 @@ def mix_config(m: int, dtype: torch.dtype, back: bool = False) -> Config:
     return {"BM": rows, "K1": k1, "K2": k2, "BC": columns, "num_warps": warps, "num_stages": stages}
 
 
-def product_grid(w: dict[str, int], rows: int, programs: int) -> tuple[int, Config]:
+def product_grid(w: Widths, rows: int, programs: int) -> tuple[int, Config]:
     """Return (programs, tiles) of the products of moments, cut into blocks of rows."""
     br = min(64, max(16, 1 << (rows - 1).bit_length()))
-    return programs * -(-rows // br), {"BR": br, "num_warps": 8 if wide(w) > 64 else 4, "num_stages": 1}
+    return programs * -(-rows // br), {"BR": br, "num_warps": 8 if w.wide > 64 else 4, "num_stages": 1}
 
 
 def mix_parts(heads: int, tiles: int, columns: int, config: Config, back: bool = False) -> tuple[int, int]:

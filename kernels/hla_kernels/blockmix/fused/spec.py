@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...hla.fused.spec import DTYPES, MAX_D, MIN_D, split_width
+from ...hla.fused.spec import DTYPES, MAX_D, MIN_D
 from ..layout import Layout
 from ..options import BlockOptions
 
@@ -63,12 +63,6 @@ def geometry(layout: Layout, share: Tensor | None) -> tuple[int | Tensor | None,
     """Return GEO of `geometry`: prefix, three lengths, three numbers of blocks, the share of a device."""
     ones = (1,) * (3 - len(layout.grid))
     return (layout.prefix, *ones, *layout.grid, *ones, *layout.blocks, share)
-
-
-def widths(d: int, dv: int) -> dict[str, int]:
-    """Return the constexpr widths of all kernels."""
-    (f1, f2), (v1, v2) = split_width(d), split_width(dv)
-    return {"D": d, "F1": f1, "F2": f2, "DV": dv, "V1": v1, "V2": v2}
 
 
 def flags(o: BlockOptions, rotary: object) -> dict[str, int]:

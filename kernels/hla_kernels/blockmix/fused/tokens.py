@@ -20,15 +20,14 @@ NO_SPECIALIZE = [
 
 @triton.jit
 def load_operator(
-    ptr, dtype: tl.constexpr, DIGITS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, SPLIT: tl.constexpr = 1,
-):  # fmt: skip
+    ptr, dtype: tl.constexpr, DIGITS: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SPLIT: tl.constexpr = 1
+):
     """Load (P' [V, F] in `DIGITS` values of the dtype of the tokens, its unit). The unit extends the exponent range of
     float16. Rows are SPLIT D apart."""
-    m = load4(ptr, DV, V1, V2, D, F1, F2, D * SPLIT, 1)
+    m = load4(ptr, V, F, F.D * SPLIT, 1)
     unit = 1.0
     if dtype == tl.float16:
-        unit = power_of_two(largest(m, V2, F2))
+        unit = power_of_two(largest(m, V, F))
         m = scale4(m, 1.0 / unit)
     high = cast4(m, dtype)
     low = high
@@ -51,54 +50,54 @@ def rest4(m, high):
 
 
 @triton.jit
-def by_operator(x, w, DIGITS: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, PREC: tl.constexpr):
+def by_operator(x, w, DIGITS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, PREC: tl.constexpr):
     """Return x w for a tile of tokens and a `load_operator`, in its units."""
-    y = zero_rows(x[0].shape[0], B1, B2)
+    y = zero_rows(x[0].shape[0], B)
     if DIGITS > 2:
-        y = rowmul(y, x, w[2], K2, B2, PREC)
+        y = rowmul(y, x, w[2], K, B, PREC)
     if DIGITS > 1:
-        y = rowmul(y, x, w[1], K2, B2, PREC)
-    return rowmul(y, x, w[0], K2, B2, PREC)
+        y = rowmul(y, x, w[1], K, B, PREC)
+    return rowmul(y, x, w[0], K, B, PREC)
 
 
 @triton.jit
-def load_anchor(anchor, shift, bh, at, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
+def load_anchor(anchor, shift, bh, at, V: tl.constexpr):
     """Load the anchor of v of a head, plus the shift of the operator of a block unless None."""
-    a = load_vec(anchor + bh * DV, DV, V1, V2)
+    a = load_vec(anchor + bh * V.D, V)
     if shift is not None:
-        a = axpy2(a, 1.0, load_vec(shift + at * DV, DV, V1, V2), V2)
+        a = axpy2(a, 1.0, load_vec(shift + at * V.D, V), V)
     return a
 
 
 @triton.jit
-def times(x, factor, D2: tl.constexpr):
+def times(x, factor, W: tl.constexpr):
     """Multiply each token of a tile, in float32, by a factor [BN, 1] or a number."""
     x2 = x[1]
-    if D2 > 0:
+    if W.D2 > 0:
         x2 = x[1].to(tl.float32) * factor
     return x[0].to(tl.float32) * factor, x2
 
 
 @triton.jit
-def begin_weighted(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
+def begin_weighted(dtype: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, NEEDED: tl.constexpr):
     """Return the accumulator of `add_weighted`, for `end_sum`."""
-    return begin_sum(16, 16 if dtype == tl.bfloat16 else BN, D1, D2, NEEDED)
+    return begin_sum(16, 16 if dtype == tl.bfloat16 else BN, W, NEEDED)
 
 
 @triton.jit
-def add_weighted(s, x, w, D2: tl.constexpr, EXACT: tl.constexpr):
+def add_weighted(s, x, w, W: tl.constexpr, EXACT: tl.constexpr):
     """Return s plus the sum of w [BN] (float32) times the tokens of a tile."""
     if x[0].dtype == tl.bfloat16:
         row = tl.trans(column(w, tl.bfloat16, EXACT))
         s2 = s[1]
-        if D2 > 0:
+        if W.D2 > 0:
             s2 = tl.dot(row, x[1], s[1])
         out = (tl.dot(row, x[0], s[0]), s2)
     else:
         x2 = x[1].to(tl.float32)
-        if D2 > 0:
+        if W.D2 > 0:
             x2 = x2 * w[:, None]
-        out = add_sum(s, (x[0].to(tl.float32) * w[:, None], x2), D2)
+        out = add_sum(s, (x[0].to(tl.float32) * w[:, None], x2), W)
     return out
 
 
@@ -117,15 +116,15 @@ def unit_of(inverses, lo, hi, b, keep, dtype: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def total_grad(t, tg, gt, inverse, a, eps, ANCHOR: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
+def total_grad(t, tg, gt, inverse, a, eps, ANCHOR: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """Return d loss / d den of a tile from gt = do P~' of rotated features t, 1 / den and the anchor in `columns`."""
-    total = -rowdot(gt, t, F2)
+    total = -rowdot(gt, t, F)
     if ANCHOR:
-        total += eps * times_vector(tg, a, V2)
+        total += eps * times_vector(tg, a, V)
     return total * inverse * inverse
 
 
 @triton.jit
-def add_vector(x, factor, ptr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+def add_vector(x, factor, ptr, F: tl.constexpr):
     """Return x + factor [BN] times the vector at a pointer."""
-    return axpy2(x, factor[:, None], as_row(load_vec(ptr, D, F1, F2)), F2)
+    return axpy2(x, factor[:, None], as_row(load_vec(ptr, F)), F)

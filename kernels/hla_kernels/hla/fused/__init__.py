@@ -25,7 +25,7 @@ from ...features import mapped
 from ...sequences import WHOLE, Sequences
 from . import plan
 from .plan import paths, special, sums
-from .spec import DTYPES, MAX_D, MIN_D, Spec, layout, operator_dtype, widths
+from .spec import DTYPES, MAX_D, MIN_D, Spec, Widths, layout, operator_dtype
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
 
@@ -52,7 +52,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE
             return f"the last dimension of {name} is not contiguous"
     if spec.normalize and q.dtype == torch.float16:
         return FLOAT16_RATIO
-    reason = paths.too_wide(spec, widths(d, v.shape[3]), q.dtype, own_keys(q, v, seqs))
+    reason = paths.too_wide(spec, Widths.of(d, v.shape[3]), q.dtype, own_keys(q, v, seqs))
     return reason if reason is None or q.dtype == torch.float32 else Fault(reason)
 
 
@@ -65,7 +65,7 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
 
 def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """Return the floats of operators and states in that buffer, a multiple of 16 bytes."""
-    w, (batch, n, heads), own = widths(q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
+    w, (batch, n, heads), own = Widths.of(q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
     batch_heads = batch * heads
     kept, lay = paths.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own), layout(spec, w)
     size = operator_dtype(q.dtype).itemsize
@@ -97,7 +97,7 @@ def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:
 
 def path_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences, save: bool = True) -> str:
     """Return the path of a call, see `plan.paths.path`."""
-    w, (batch, n, heads) = widths(q.shape[3], v.shape[3]), seqs.sizes(q)
+    w, (batch, n, heads) = Widths.of(q.shape[3], v.shape[3]), seqs.sizes(q)
     return paths.path(spec, w, plan.planned(batch * heads), n, q.dtype, own_keys(q, v, seqs), save)
 
 

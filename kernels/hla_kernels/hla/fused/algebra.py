@@ -29,7 +29,7 @@ from .tiles import (
 @triton.jit
 def scale_moments(
     raw, sums, s, n, ridge, ORDER: tl.constexpr, CENTER: tl.constexpr, ONES: tl.constexpr, RIDGE: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """s (Sum a b' - Sum a Sum b' / n) for the moments that centring touches, s Sum a b' for the others; + ridge I on S
     or R.
@@ -38,64 +38,62 @@ def scale_moments(
     """
     mp, ms, mc, mr, mw = raw
     sq, sk, sv = sums
-    z = zeros2(F1, F2)
-    kbar = axpy2(z, -1.0 / n, sk, F2)
-    qbar = axpy2(z, -1.0 / n, sq, F2)
+    z = zeros2(F)
+    kbar = axpy2(z, -1.0 / n, sk, F)
+    qbar = axpy2(z, -1.0 / n, sq, F)
     P: tl.constexpr = (ORDER != 2 and ORDER < 6) or ORDER == 11
     S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11
     C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12
     R: tl.constexpr = ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10
     W: tl.constexpr = ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12
     if P and (CENTER >= 1 or ONES):
-        mp = rank1(mp, kbar, sv, F2, V2)
+        mp = rank1(mp, kbar, sv, F, V)
     if S and CENTER >= 1:
-        ms = rank1(ms, kbar, sk, F2, F2)
+        ms = rank1(ms, kbar, sk, F, F)
     if R and CENTER >= 1:
-        mr = rank1(mr, kbar, sq, F2, F2)
+        mr = rank1(mr, kbar, sq, F, F)
     if C and (CENTER == 2 or ONES):
-        mc = rank1(mc, qbar, sv, F2, V2)
+        mc = rank1(mc, qbar, sv, F, V)
     if W and CENTER == 2:
-        mw = rank1(mw, qbar, sq, F2, F2)
+        mw = rank1(mw, qbar, sq, F, F)
     ms = scale4(ms, s)
     mr = scale4(mr, s)
     if RIDGE:
         if ORDER == 3:
-            mr = add4(mr, eye4(ridge, F1, F2), F2, F2)
+            mr = add4(mr, eye4(ridge, F), F, F)
         elif ORDER != 1:
-            ms = add4(ms, eye4(ridge, F1, F2), F2, F2)
+            ms = add4(ms, eye4(ridge, F), F, F)
     return scale4(mp, s), ms, scale4(mc, s), mr, scale4(mw, s)
 
 
 @triton.jit
-def ones_moments(sums, s, CENTER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+def ones_moments(sums, s, CENTER: tl.constexpr, F: tl.constexpr):
     """P and C of v = 1: p1 = s Sum k and q1 = s Sum q, zero where centred."""
-    p1 = zeros2(F1, F2)
-    q1 = zeros2(F1, F2)
+    p1 = zeros2(F)
+    q1 = zeros2(F)
     if CENTER == 0:
-        p1 = axpy2(p1, s, sums[1], F2)
+        p1 = axpy2(p1, s, sums[1], F)
     if CENTER <= 1:
-        q1 = axpy2(q1, s, sums[0], F2)
+        q1 = axpy2(q1, s, sums[0], F)
     return p1, q1
 
 
 @triton.jit
-def anchor(
-    m, p1, q1, sums, ORDER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr
-):
+def anchor(m, p1, q1, sums, ORDER: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """a [V] for which M - m1 a' is small when normalised: the ratio P k / p1.k of the mean key (C q / q1.q of the mean
     query for hla2).
 
     q M / q.m1 = a + q (M - m1 a') / q.m1 for every a. With non-negative features M is close to rank one, m1 a';
     rounded to the dtype of the tokens that part would cancel in dq and leave its rounding error.
     """
-    a = zeros2(V1, V2)
+    a = zeros2(V)
     if ORDER == 2:
-        top = vecmat(sums[0], m[2], F2, V2)
-        den = tl.sum(rowdot(row1(sums[0]), row1(q1), F2))
+        top = vecmat(sums[0], m[2], F, V)
+        den = tl.sum(rowdot(row1(sums[0]), row1(q1), F))
     else:
-        top = vecmat(sums[1], m[0], F2, V2)
-        den = tl.sum(rowdot(row1(sums[1]), row1(p1), F2))
-    return axpy2(a, tl.where(den == 0.0, 0.0, 1.0 / den), top, V2)
+        top = vecmat(sums[1], m[0], F, V)
+        den = tl.sum(rowdot(row1(sums[1]), row1(p1), F))
+    return axpy2(a, tl.where(den == 0.0, 0.0, 1.0 / den), top, V)
 
 
 @triton.jit
@@ -105,10 +103,10 @@ def row1(x):
 
 
 @triton.jit
-def affine(out, m1, sums, a, n, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
+def affine(out, m1, sums, a, n, F: tl.constexpr, V: tl.constexpr):
     """Return (M - m1 a', vbar + a) of a ratio, with a of `anchor`."""
-    row = axpy2(axpy2(zeros2(V1, V2), 1.0 / n, sums[2], V2), 1.0, a, V2)
-    return rank1(out, axpy2(zeros2(F1, F2), -1.0, m1, F2), a, F2, V2), row
+    row = axpy2(axpy2(zeros2(V), 1.0 / n, sums[2], V), 1.0, a, V)
+    return rank1(out, axpy2(zeros2(F), -1.0, m1, F), a, F, V), row
 
 
 @triton.jit
@@ -122,47 +120,47 @@ def eye_of(a):
 
 
 @triton.jit
-def largest(a, A2: tl.constexpr, B2: tl.constexpr):
+def largest(a, A: tl.constexpr, B: tl.constexpr):
     """Return the largest |a|."""
     x = tl.max(tl.abs(a[0]))
-    if B2 > 0:
+    if B.D2 > 0:
         x = tl.maximum(x, tl.max(tl.abs(a[1])))
-    if A2 > 0:
+    if A.D2 > 0:
         x = tl.maximum(x, tl.max(tl.abs(a[2])))
-    if A2 > 0 and B2 > 0:
+    if A.D2 > 0 and B.D2 > 0:
         x = tl.maximum(x, tl.max(tl.abs(a[3])))
     return x
 
 
 @triton.jit
-def cast_operator(m, dtype: tl.constexpr, NORM: tl.constexpr, A2: tl.constexpr, B2: tl.constexpr):
+def cast_operator(m, dtype: tl.constexpr, NORM: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """Return (M / unit in the dtype of the tokens, unit). The unit per head avoids underflow and overflow in float16,
     since M has the scale of a moment as many times as there are moments in it; a ratio has `Spec.in_range`."""
     unit = 1.0
     if dtype == tl.float16 and not NORM:
         m = cast4(m, tl.float32)
-        unit = power_of_two(largest(m, A2, B2))
+        unit = power_of_two(largest(m, A, B))
         m = scale4(m, 1.0 / unit)
     return cast4(m, dtype), unit
 
 
 @triton.jit
-def cast_weights(w, ORDER: tl.constexpr, dtype: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
+def cast_weights(w, ORDER: tl.constexpr, dtype: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """Return (w / unit in the dtype of the tokens, unit). The unit per head avoids underflow in float16, where weights
     are of the order of 1 / N."""
     unit = 1.0
     if dtype == tl.float16:
         big = 0.0
         if ORDER != 2:
-            big = tl.maximum(big, largest(w[0], V2, F2))
+            big = tl.maximum(big, largest(w[0], V, F))
         if ORDER == 2 or ORDER >= 4:
-            big = tl.maximum(big, largest(w[1], F2, F2))
+            big = tl.maximum(big, largest(w[1], F, F))
         if ORDER == 2 or ORDER == 5:
-            big = tl.maximum(big, largest(w[2], V2, F2))
+            big = tl.maximum(big, largest(w[2], V, F))
         if ORDER == 3 or ORDER == 5:
-            big = tl.maximum(big, largest(w[3], F2, F2))
+            big = tl.maximum(big, largest(w[3], F, F))
         if ORDER >= 4:
-            big = tl.maximum(big, largest(w[4], F2, F2))
+            big = tl.maximum(big, largest(w[4], F, F))
         unit = power_of_two(big)
         w = scale5(w, 1.0 / unit)
     return (cast4(w[0], dtype), cast4(w[1], dtype), cast4(w[2], dtype), cast4(w[3], dtype), cast4(w[4], dtype)), unit
@@ -177,7 +175,7 @@ def scale5(w, c):
 @triton.jit
 def centre_rows(
     w, unit, sums, row_q, row_k, row_v, n, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """rows - mean W of what a moment centres (MEAN: v, in P and C); w = (WP', WS, WC', WR', WW) in units of unit.
 
@@ -186,28 +184,28 @@ def centre_rows(
     sq, sk, sv = sums
     n = n / unit
     h = -1.0 / n
-    q = axpy2(zeros2(F1, F2), h, sq, F2)
-    k = axpy2(zeros2(F1, F2), h, sk, F2)
+    q = axpy2(zeros2(F), h, sq, F)
+    k = axpy2(zeros2(F), h, sk, F)
     if ORDER != 2 and (CENTER >= 1 or MEAN):
-        row_v = axpy2(row_v, 1.0, matvec(w[0], k, V2, F2), V2)
-        row_k = axpy2(row_k, h, vecmat(sv, w[0], V2, F2), F2)
+        row_v = axpy2(row_v, 1.0, matvec(w[0], k, V, F), V)
+        row_k = axpy2(row_k, h, vecmat(sv, w[0], V, F), F)
     if CENTER >= 1:
         if ORDER == 2 or ORDER >= 4:
-            row_k = axpy2(row_k, 1.0, vecmat(k, w[1], F2, F2), F2)
+            row_k = axpy2(row_k, 1.0, vecmat(k, w[1], F, F), F)
         if ORDER == 3 or ORDER == 5:
-            row_q = axpy2(row_q, 1.0, matvec(w[3], k, F2, F2), F2)
-            row_k = axpy2(row_k, 1.0, vecmat(q, w[3], F2, F2), F2)
+            row_q = axpy2(row_q, 1.0, matvec(w[3], k, F, F), F)
+            row_k = axpy2(row_k, 1.0, vecmat(q, w[3], F, F), F)
     if (ORDER == 2 or ORDER == 5) and (CENTER == 2 or MEAN):
-        row_v = axpy2(row_v, 1.0, matvec(w[2], q, V2, F2), V2)
-        row_q = axpy2(row_q, h, vecmat(sv, w[2], V2, F2), F2)
+        row_v = axpy2(row_v, 1.0, matvec(w[2], q, V, F), V)
+        row_q = axpy2(row_q, h, vecmat(sv, w[2], V, F), F)
     if ORDER >= 4 and CENTER == 2:
-        row_q = axpy2(row_q, 1.0, vecmat(q, w[4], F2, F2), F2)
+        row_q = axpy2(row_q, 1.0, vecmat(q, w[4], F, F), F)
     return row_q, row_k, row_v
 
 
 @triton.jit
-def less_mean(row, w, mean, F1: tl.constexpr, F2: tl.constexpr):
+def less_mean(row, w, mean, F: tl.constexpr):
     """A row for v centred -> for v as it is: less what w, as it was rounded, gives the mean value, which is in what it
-    gives every token; mean: (where Sum v is, the number of tokens, D)."""
-    total = load_vec(mean[0], mean[2], F1, F2)
-    return axpy2(row, -1.0 / mean[1], vecmat(total, cast4(w, tl.float32), F2, F2), F2)
+    gives every token; mean: (where Sum v is, the number of tokens)."""
+    total = load_vec(mean[0], F)
+    return axpy2(row, -1.0 / mean[1], vecmat(total, cast4(w, tl.float32), F, F), F)

@@ -109,10 +109,34 @@ def split_width(d: int) -> tuple[int, int]:
     return (half, rest) if rest < half else (whole, 0)
 
 
-def widths(d: int, dv: int) -> dict[str, int]:
-    """Return the constexpr widths of all kernels."""
-    (f1, f2), (v1, v2) = split_width(d), split_width(dv)
-    return {"D": d, "F1": f1, "F2": f2, "DV": dv, "V1": v1, "V2": v2}
+class Width(NamedTuple):
+    """D columns in tiles of D1 and D2 (`split_width`), a constexpr argument."""
+
+    D: int
+    D1: int
+    D2: int
+
+    @property
+    def padded(self) -> int:
+        """Columns of both tiles."""
+        return self.D1 + self.D2
+
+
+class Widths(NamedTuple):
+    """Widths of queries and keys (F) and of values (V)."""
+
+    F: Width
+    V: Width
+
+    @classmethod
+    def of(cls, d: int, dv: int) -> Widths:
+        """Split D and Dv."""
+        return cls(Width(d, *split_width(d)), Width(dv, *split_width(dv)))
+
+    @property
+    def wide(self) -> int:
+        """Columns of the wider tiles."""
+        return max(self.F.padded, self.V.padded)
 
 
 class Layout(NamedTuple):
@@ -145,10 +169,10 @@ class Layout(NamedTuple):
         return -(-self.fd * self.dv * itemsize // 16) * 4
 
 
-def layout(spec: Spec, w: dict[str, int]) -> Layout:
+def layout(spec: Spec, w: Widths) -> Layout:
     """Sizes of the buffers of one head; only what the call writes takes room."""
-    order, dv = ORDERS[spec.op], w["DV"]
-    fd = w["D"]
+    order, dv = ORDERS[spec.op], w.V.D
+    fd = w.F.D
     ff, fv = fd * fd, fd * dv
     # int: torch 2.11 cannot multiply a symbol by a bool
     sums = int(spec.sums)

@@ -77,9 +77,8 @@ def load_coefficients(ptr, h, ORDER: tl.constexpr):
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_forward(
     q, k, v, o, state, matrix, qs, ks, vs, os, N, H, G, scale, eps, NORM: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    PREC: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr,
+    BO: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o = q M of one head, M = s P; NORM: a ratio. SAVE: M and the vectors that `loops.first` reads."""
     pid = tl.program_id(0)
@@ -88,27 +87,24 @@ def head_forward(
     q, qn = at_head(q, qs, at, h, ALIGN), qs[1] * ALIGN
     k, kn = at_head(k, ks, at, h // G, ALIGN), ks[1] * ALIGN
     v, vn = at_head(v, vs, at, h // G, ALIGN), vs[1] * ALIGN
-    m1 = zeros2(F1, F2)
-    row = zeros2(V1, V2)
-    raw, sums, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, 1, 3 if NORM else 0, False, True, D, F1, F2, DV, V1, V2, BN, PREC
-    )
-    m = scale_moments(raw, sums, scale, N[1], 0.0, 1, 0, NORM, False, F1, F2, V2)
+    m1 = zeros2(F)
+    row = zeros2(V)
+    raw, sums, _ = sum_moments(q, k, v, q, qn, kn, vn, qn, 0, N, 1, 3 if NORM else 0, False, True, F, V, BN, PREC)
+    m = scale_moments(raw, sums, scale, N[1], 0.0, 1, 0, NORM, False, F, V)
     out = m[0]
     if NORM:
-        m1, q1 = ones_moments(sums, scale, 0, F1, F2)
-        a = anchor(m, m1, q1, sums, 1, F1, F2, V1, V2)
-        out, row = affine(out, m1, sums, a, N[1], F1, F2, V1, V2)
-    out, unit = cast_operator(out, q.dtype.element_ty, NORM, F2, V2)
+        m1, q1 = ones_moments(sums, scale, 0, F)
+        a = anchor(m, m1, q1, sums, 1, F, V)
+        out, row = affine(out, m1, sums, a, N[1], F, V)
+    out, unit = cast_operator(out, q.dtype.element_ty, NORM, F, V)
     if SAVE:
-        store4(matrix + pid.to(tl.int64) * FD * DV, out, FD, F1, F2, DV, V1, V2, DV, 1)
+        store4(matrix + pid.to(tl.int64) * F.D * V.D, out, F, V, V.D, 1)
         to = state + pid.to(tl.int64) * K
-        store_vec(to + OFF[8], m1, FD, F1, F2)
-        store_vec(to + OFF[9], row, DV, V1, V2)
+        store_vec(to + OFF[8], m1, F)
+        store_vec(to + OFF[9], row, V)
     read_out(
-        q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, m1, row, eps, NORM, False, D, F1, F2, DV, V1, V2,
-        BO, PREC, unit,
-    )  # fmt: skip
+        q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, m1, row, eps, NORM, False, F, V, BO, PREC, unit
+    )
 
 
 @triton.jit
@@ -122,9 +118,8 @@ def ratio_of(ratio, head, most, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_backward(
-    q, k, v, g, dq, dk, dv, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
-    BN: tl.constexpr, BO: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, g, dq, dk, dv, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, ALIGN: tl.constexpr, F: tl.constexpr,
+    V: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq = s g P', dk = s v dM', dv = s k dM of one head without a ratio; P is summed again, together with dM."""
     pid = tl.program_id(0)
@@ -134,17 +129,15 @@ def head_backward(
     k, kn = at_head(k, ks, at, h // G, ALIGN), ks[1] * ALIGN
     v, vn = at_head(v, vs, at, h // G, ALIGN), vs[1] * ALIGN
     g, gn = at_head(g, gs, at, h, ALIGN), gs[1] * ALIGN
-    m, _, dm = sum_moments(
-        q, k, v, g, qn, kn, vn, gn, 0, N, 1, False, True, False, D, F1, F2, DV, V1, V2, BN, PREC
-    )
-    mt, mt_unit = cast_operator(trans4(scale4(m[0], scale)), q.dtype.element_ty, False, V2, F2)
+    m, _, dm = sum_moments(q, k, v, g, qn, kn, vn, gn, 0, N, 1, False, True, False, F, V, BN, PREC)
+    mt, mt_unit = cast_operator(trans4(scale4(m[0], scale)), q.dtype.element_ty, False, V, F)
     dm = scale4(dm, scale)
-    w, unit = cast_weights((dm, dm, dm, dm, dm), 1, q.dtype.element_ty, F2, V2)
-    m1 = zeros2(F1, F2)
+    w, unit = cast_weights((dm, dm, dm, dm, dm), 1, q.dtype.element_ty, F, V)
+    m1 = zeros2(F)
     write_grads(
         q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
         kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, 0, w, unit,
-        (m1, m1, zeros2(V1, V2)), 0, 1, False, False, D, F1, F2, DV, V1, V2, FD, BO, PREC, mt_unit=mt_unit,
+        (m1, m1, zeros2(V)), 0, 1, False, False, F, V, BO, PREC, mt_unit=mt_unit,
     )  # fmt: skip
 
 

@@ -27,76 +27,75 @@ def own_pair(N, H, scale):
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def forward_pairs(
-    q, k, v, o, matrix, qs, ks, vs, os, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
-    AREA: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    q, k, v, o, matrix, qs, ks, vs, os, N, H, scale, ALIGN: tl.constexpr, W: tl.constexpr, AREA: tl.constexpr,
+    SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """Compute o = q M of two heads. SAVE: what a backward reads."""
     at, h, head, lo, hi, scale = own_pair(N, H, scale)
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     matrix += head * AREA
-    p = pair_sums(k, v, kn, vn, lo, hi, D, D1, BN)
-    a, b = two_matrices(p, scale, q.dtype.element_ty, D, D1)
+    p = pair_sums(k, v, kn, vn, lo, hi, W, BN)
+    a, b = two_matrices(p, scale, q.dtype.element_ty, W)
     if SAVE:
-        put_matrix(matrix, a, D1, 2 * (D - D1))
-        put_matrix(matrix + AREA, b, D1, 2 * (D - D1))
+        put_matrix(matrix, a, W)
+        put_matrix(matrix + AREA, b, W)
     m = together(a, b)
     o, on = of_head((o,), (os,), at, h, ALIGN)
-    pair_product(q, m, o, qn, on, lo, hi, D, D1, BO)
+    pair_product(q, m, o, qn, on, lo, hi, W, BO)
 
 
 @triton.jit
-def two_matrices(m, scale, dtype: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+def two_matrices(m, scale, dtype: tl.constexpr, W: tl.constexpr):
     """Sums of two heads before `end_outer` times scale in a dtype."""
     m = end_outer(m)
-    return cast4(alone(m, scale, False, D, D1), dtype), cast4(alone(m, scale, True, D, D1), dtype)
+    return cast4(alone(m, scale, False, W), dtype), cast4(alone(m, scale, True, W), dtype)
 
 
 @triton.jit
-def get_pair(ptr, step, D1: tl.constexpr, D2: tl.constexpr):
+def get_pair(ptr, step, W: tl.constexpr):
     """Return the padded matrices of two heads, `step` numbers apart."""
-    return together(get_matrix(ptr, D1, D2), get_matrix(ptr + step, D1, D2))
+    return together(get_matrix(ptr, W), get_matrix(ptr + step, W))
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def backward_pairs(
-    q, k, v, g, dq, dk, dv, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr,
-    D1: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
+    q, k, v, g, dq, dk, dv, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, scale, ALIGN: tl.constexpr, W: tl.constexpr,
+    AREA: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of first order of two heads. STAGES: of the passes that write."""
     at, h, head, lo, hi, scale = own_pair(N, H, scale)
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     matrix += head * AREA
-    dm = pair_sums(g, q, gn, qn, lo, hi, D, D1, BN)
-    a, b = two_matrices(dm, scale, q.dtype.element_ty, D, D1)
+    dm = pair_sums(g, q, gn, qn, lo, hi, W, BN)
+    a, b = two_matrices(dm, scale, q.dtype.element_ty, W)
     w = together(a, b)
-    m = turn(get_pair(matrix, AREA, D1, 2 * (D - D1)))
+    m = turn(get_pair(matrix, AREA, W))
     k, v, kn, vn = of_head((k, v), (ks, vs), at, h, ALIGN)
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
-    pair_product(g, m, dq, gn, dqn, lo, hi, D, D1, BO, STAGES)
-    pair_product(v, w, dk, vn, dkn, lo, hi, D, D1, BO, STAGES)
+    pair_product(g, m, dq, gn, dqn, lo, hi, W, BO, STAGES)
+    pair_product(v, w, dk, vn, dkn, lo, hi, W, BO, STAGES)
     w = turn(w)
-    pair_product(k, w, dv, kn, dvn, lo, hi, D, D1, BO, STAGES)
+    pair_product(k, w, dv, kn, dvn, lo, hi, W, BO, STAGES)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def weights_pairs(
-    q, g, weights, qs, gs, N, H, scale, ALIGN: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
+    q, g, weights, qs, gs, N, H, scale, ALIGN: tl.constexpr, W: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr
+):
     """Compute WP' of first order of two heads, for `grads_pairs`."""
     at, h, head, lo, hi, scale = own_pair(N, H, scale)
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     weights += head * AREA
-    dm = pair_sums(g, q, gn, qn, lo, hi, D, D1, BN)
-    a, b = two_matrices(dm, scale, q.dtype.element_ty, D, D1)
-    put_matrix(weights, a, D1, 2 * (D - D1))
-    put_matrix(weights + AREA, b, D1, 2 * (D - D1))
+    dm = pair_sums(g, q, gn, qn, lo, hi, W, BN)
+    a, b = two_matrices(dm, scale, q.dtype.element_ty, W)
+    put_matrix(weights, a, W)
+    put_matrix(weights + AREA, b, W)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def grads_pairs(
     q, k, v, g, dq, dk, dv, matrix, weights, qs, ks, vs, gs, dqs, dks, dvs, N, H, PARTS, chunk, ALIGN: tl.constexpr,
-    D: tl.constexpr, D1: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr,
+    W: tl.constexpr, AREA: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute dq = g M', dk = v WP' and dv = k WP of one part of two heads by three neighbouring programs."""
     at, h, head, lo, hi = place_pair(H, PARTS, N, chunk, 3)
@@ -106,8 +105,8 @@ def grads_pairs(
     weights += head * AREA
     role = tl.program_id(0) % 3
     if role == 0:
-        pair_product(g, turn(get_pair(matrix, AREA, D1, 2 * (D - D1))), dq, gn, dqn, lo, hi, D, D1, BN)
+        pair_product(g, turn(get_pair(matrix, AREA, W)), dq, gn, dqn, lo, hi, W, BN)
     elif role == 1:
-        pair_product(v, get_pair(weights, AREA, D1, 2 * (D - D1)), dk, vn, dkn, lo, hi, D, D1, BN)
+        pair_product(v, get_pair(weights, AREA, W), dk, vn, dkn, lo, hi, W, BN)
     else:
-        pair_product(k, turn(get_pair(weights, AREA, D1, 2 * (D - D1))), dv, kn, dvn, lo, hi, D, D1, BN)
+        pair_product(k, turn(get_pair(weights, AREA, W)), dv, kn, dvn, lo, hi, W, BN)

@@ -41,13 +41,13 @@ from .summed_algebra import (
 
 
 @triton.jit
-def one_by_one(m, ORDER: tl.constexpr, F2: tl.constexpr):
+def one_by_one(m, ORDER: tl.constexpr, F: tl.constexpr):
     """Return (factors, units), three of either, of the moments that an order multiplies."""
     x, y, z = factors_of(m, ORDER)
-    x, ux = half(x, F2, F2)
-    y, uy = half(y, F2, F2)
+    x, ux = half(x, F, F)
+    y, uy = half(y, F, F)
     if ORDER == 4:
-        z, uz = half(z, F2, F2)
+        z, uz = half(z, F, F)
     else:
         z, uz = y, uy
     return (x, y, z), (ux, uy, uz)
@@ -56,9 +56,9 @@ def one_by_one(m, ORDER: tl.constexpr, F2: tl.constexpr):
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_forward(
     q, k, v, o, vectors, matrix, factors, units, qs, ks, vs, os, N, H, scale, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr,
-    BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o of one head. SAVE: its sums, if there are any (NORM: m1 and mean value too), at OFF of vectors [B * H, K], its
     factors [B * H, KF] and units [B * H, 4], M [B * H, D, D] of a ratio and of first order."""
@@ -68,76 +68,74 @@ def summed_forward(
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     n = N[1]
-    row = zeros2(F1, F2)
+    row = zeros2(F)
     # what a backward reads goes through memory anyway, whence tensor cores read it, and a ratio fills the registers
-    HERE: tl.constexpr = not (SAVE or (NORM and F2 > 0))
-    raw, sums, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMMED, False, True, D, F1, F2, D, F1, F2, BN, PREC
-    )
-    m = scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F1, F2, F2)
+    HERE: tl.constexpr = not (SAVE or (NORM and F.D2 > 0))
+    raw, sums, _ = sum_moments(q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMMED, False, True, F, F, BN, PREC)
+    m = scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F, F)
     vectors += head * K
     if SAVE and SUMMED:
-        store_vec(vectors + OFF[5], sums[0], D, F1, F2)
-        store_vec(vectors + OFF[6], sums[1], D, F1, F2)
-        store_vec(vectors + OFF[7], sums[2], D, F1, F2)
+        store_vec(vectors + OFF[5], sums[0], F)
+        store_vec(vectors + OFF[6], sums[1], F)
+        store_vec(vectors + OFF[7], sums[2], F)
     if NORM or MEAN:
-        row = axpy2(row, 1.0 / n, sums[2], F2)
-    p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
+        row = axpy2(row, 1.0 / n, sums[2], F)
+    p1, q1 = ones_moments(sums, scale, CENTER, F)
     m1 = row
     if HERE:
         x = m[0]
         if NORM and ORDER < 4:  # before the factors are rounded, while they are in registers
-            m1 = ones_through(factors_of(m, ORDER)[1], p1, q1, ORDER, F2)
+            m1 = ones_through(factors_of(m, ORDER)[1], p1, q1, ORDER, F)
         if ORDER > 1:
-            factor, u = one_by_one(m, ORDER, F2)
+            factor, u = one_by_one(m, ORDER, F)
             t = factor[1]
     else:
         # one in float32 at a time: what is not read of a call is not computed; then through memory, whence tensor cores
         # get factors without registers
-        AREA: tl.constexpr = (F1 + F2) * (F1 + F2)
+        AREA: tl.constexpr = (F.D1 + F.D2) * (F.D1 + F.D2)
         x, y, z = factors_of(m, ORDER)
         if ORDER > 1:
             factors += head * KF
             units += head * 4
-            x, ux = half(x, F2, F2)
-            put_matrix(factors, x, F1, F2)
+            x, ux = half(x, F, F)
+            put_matrix(factors, x, F)
             if NORM and ORDER < 4:
-                m1 = ones_through(y, p1, q1, ORDER, F2)
-            y, uy = half(y, F2, F2)
-            put_matrix(factors + AREA, y, F1, F2)
+                m1 = ones_through(y, p1, q1, ORDER, F)
+            y, uy = half(y, F, F)
+            put_matrix(factors + AREA, y, F)
             uz = uy
             if ORDER == 4:
-                z, uz = half(z, F2, F2)
-                put_matrix(factors + 2 * AREA, z, F1, F2)
+                z, uz = half(z, F, F)
+                put_matrix(factors + 2 * AREA, z, F)
             put_three(units, (ux, uy, uz))
             tl.debug_barrier()  # every thread reads what others wrote
-            factor, _ = get_factors(factors, units, ORDER, F1, F2)
+            factor, _ = get_factors(factors, units, ORDER, F)
             u = (ux, uy, uz)
             t = factor[1]
     if ORDER == 4:
-        whole = times(factor[1], factor[2], F2, F2, F2)
+        whole = times(factor[1], factor[2], F, F, F)
         t = cast4(whole, tl.float16)
         if NORM:
-            m1 = matvec(whole, axpy2(zeros2(F1, F2), u[1] * u[2], p1, F2), F2, F2)
+            m1 = matvec(whole, axpy2(zeros2(F), u[1] * u[2], p1, F), F, F)
     if ORDER == 1:
         out = cast4(x, q.dtype.element_ty)
     else:
-        mt = half_operator(factor, u, t, ORDER, F2)
+        mt = half_operator(factor, u, t, ORDER, F)
         if NORM:
-            a = anchor_ones(mt, m1, F2)
-            row = axpy2(row, 1.0, a, F2)
-            mt = rank1(mt, (-a[0], -a[1]), m1, F2, F2)
+            a = anchor_ones(mt, m1, F)
+            row = axpy2(row, 1.0, a, F)
+            mt = rank1(mt, (-a[0], -a[1]), m1, F, F)
         out = trans4(cast4(mt, q.dtype.element_ty))
     if SAVE:
         if ORDER > 1 and HERE:
-            put_factors(factors + head * KF, units + head * 4, factor, u, ORDER, F1, F2)
+            put_factors(factors + head * KF, units + head * 4, factor, u, ORDER, F)
         if NORM:
-            store_vec(vectors + OFF[8], m1, D, F1, F2)
-            store_vec(vectors + OFF[9], row, D, F1, F2)
+            store_vec(vectors + OFF[8], m1, F)
+            store_vec(vectors + OFF[9], row, F)
         if NORM or ORDER == 1:
-            store4(matrix + head * D * D, out, D, F1, F2, D, F1, F2, D, 1)
+            store4(matrix + head * F.D * F.D, out, F, F, F.D, 1)
     o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
-    read_out(q, o, qn, on, 0, N, out, m1, row, eps, NORM, MEAN, D, F1, F2, D, F1, F2, BO, PREC)
+    read_out(q, o, qn, on, 0, N, out, m1, row, eps, NORM, MEAN, F, F, BO, PREC)
 
 
 @triton.constexpr_function
@@ -153,9 +151,9 @@ def part_of(i, loops, late):
 def summed_backward(
     q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, weights, rows, qs, ks, vs, gs, dqs, dks, dvs,
     N, H, scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
-    WRITE: tl.constexpr, LATE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, F: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
+    WOFF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, WRITE: tl.constexpr,
+    LATE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one head in LOOPS passes (`part_of`), which need less shared memory than a single pass.
     LATE: dq last."""
@@ -166,88 +164,87 @@ def summed_backward(
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     ratio = ratio_of(ratio, head, N[0], NORM)
     vectors += head * K
-    matrix += head * D * D
-    rows += head * 3 * D
+    matrix += head * F.D * F.D
+    rows += head * 3 * F.D
     # of two blocks of columns dM', rows and, of hla3, all that the last pass reads do not fit in registers together
-    CUT: tl.constexpr = not NORM and ORDER > 1 and F2 > 0
+    CUT: tl.constexpr = not NORM and ORDER > 1 and F.D2 > 0
     AGAIN: tl.constexpr = CUT and ORDER == 4
     LATER: tl.constexpr = CUT or (not NORM and ORDER == 4 and LOOPS == 1)
     ROWS: tl.constexpr = SUMMED and (CUT or (not NORM and ORDER == 3 and LOOPS > 1))
     dm, row_v, one = gradient_of_head(
-        q, g, qn, gn, N, eps, ratio, vectors, matrix, units + head * 4, room + head * KR, rows + 2 * D, LATER, ORDER,
-        NORM, MEAN, D, F1, F2, OFF, BN, PREC,
+        q, g, qn, gn, N, eps, ratio, vectors, matrix, units + head * 4, room + head * KR, rows + 2 * F.D, LATER, ORDER,
+        NORM, MEAN, F, OFF, BN, PREC,
     )  # fmt: skip
     if AGAIN:
         weights += head * KR
         row = stored_algebra(
             row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
-            ORDER, CENTER, MEAN, D, F1, F2, OFF, WOFF,
+            ORDER, CENTER, MEAN, F, OFF, WOFF,
         )  # fmt: skip
     else:
         mt, w, row = summed_algebra(
             dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-            q.dtype.element_ty, LATER, ORDER, NORM, CENTER, MEAN, D, F1, F2, OFF,
+            q.dtype.element_ty, LATER, ORDER, NORM, CENTER, MEAN, F, OFF,
         )  # fmt: skip
     if NORM or ROWS:
-        row = rows_by_memory(rows, row, D, F1, F2)
+        row = rows_by_memory(rows, row, F)
     at_rows = row
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     for part in tl.static_range(LOOPS):
         if AGAIN:
-            mt = trans4(load4(matrix, D, F1, F2, D, F1, F2, D, 1))
-            w = load_weights(weights, ORDER, WOFF, D, F1, F2, D, F1, F2)
+            mt = trans4(load4(matrix, F, F, F.D, 1))
+            w = load_weights(weights, ORDER, WOFF, F, F)
         if ROWS:
-            row = load_rows3(at_rows, D, F1, F2)
+            row = load_rows3(at_rows, F)
         write_grads(
             q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row,
-            part_of(part, LOOPS, LATE), ORDER, NORM, SUMMED, D, F1, F2, D,
-            F1, F2, D, BO, PREC, WRITE,
+            part_of(part, LOOPS, LATE), ORDER, NORM, SUMMED, F, F, BO, PREC, WRITE,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_weights(
     q, g, ratio, vectors, matrix, factors, units, room, weights, rows, qs, gs, N, H, scale, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_backward` up to its last pass, left to `split.apply_grads`: for heads of many tokens. Writes M unless the
     forward has."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     vectors += head * K
-    matrix += head * D * D
+    matrix += head * F.D * F.D
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
-    CUT: tl.constexpr = not NORM and ORDER > 1 and F2 > 0
-    rows += head * 3 * D
+    CUT: tl.constexpr = not NORM and ORDER > 1 and F.D2 > 0
+    rows += head * 3 * F.D
     dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, units + head * 4, room + head * KR,
-        rows + 2 * D, CUT, ORDER, NORM, MEAN, D, F1, F2, OFF, BN, PREC,
+        rows + 2 * F.D, CUT, ORDER, NORM, MEAN, F, OFF, BN, PREC,
     )  # fmt: skip
     weights += head * KW
     if CUT:
         row = stored_algebra(
             row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
-            ORDER, CENTER, MEAN, D, F1, F2, OFF, WOFF,
+            ORDER, CENTER, MEAN, F, OFF, WOFF,
         )  # fmt: skip
     else:
         mt, w, row = summed_algebra(
             dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-            q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, D, F1, F2, OFF,
+            q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, F, OFF,
         )  # fmt: skip
         if not NORM and ORDER > 1:
-            store4(matrix, mt, D, F1, F2, D, F1, F2, 1, D)
-        store_weights(weights, w, ORDER, WOFF, D, F1, F2)
+            store4(matrix, mt, F, F, 1, F.D)
+        store_weights(weights, w, ORDER, WOFF, F)
     if NORM or MEAN or CENTER > 0:
-        store_rows3(rows, row, D, F1, F2)
+        store_rows3(rows, row, F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_queries(
     q, g, ratio, vectors, matrix, units, room, parts, ones, qs, gs, N, H, chunk, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, KR: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    KR: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_gradient` of one part of a head of a ratio by itself: its sums fill the registers. dM' of a head of one
     part goes to room in units of units[3], otherwise to parts [B * H, PARTS, D, D] in float32; the gradient of m1 to
@@ -263,69 +260,65 @@ def summed_queries(
         lo = pid % PARTS * chunk
         N = upto(lo + chunk, N)
     dm, _, one = summed_gradient(
-        q, g, qn, gn, lo, N, eps, ratio, vectors + head * K, matrix + head * D * D, ORDER, NORM, MEAN, D, F1, F2,
+        q, g, qn, gn, lo, N, eps, ratio, vectors + head * K, matrix + head * F.D * F.D, ORDER, NORM, MEAN, F,
         OFF, BN, PREC,
     )  # fmt: skip
     if PARTS > 1:
-        store4(parts + place * D * D, dm, D, F1, F2, D, F1, F2, D, 1)
+        store4(parts + place * F.D * F.D, dm, F, F, F.D, 1)
     else:
-        dm, unit = half(dm, F2, F2)
-        put_matrix(room + head * KR, dm, F1, F2, D)
+        dm, unit = half(dm, F, F)
+        put_matrix(room + head * KR, dm, F, F.D)
         tl.store(units + head * 4 + 3, unit)
-    store_vec(ones + place * D, one, D, F1, F2)
+    store_vec(ones + place * F.D, one, F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_middle(
     vectors, matrix, factors, units, room, parts, ones, weights, rows, N, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
-    PARTS: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights and rows of one head of a ratio from what `summed_queries` left."""
     head = tl.program_id(0).to(tl.int64)
     n, scale = means(N, head, scale)
-    ones += head * PARTS * D
-    one = load_vec(ones, D, F1, F2)
+    ones += head * PARTS * F.D
+    one = load_vec(ones, F)
     dm = one
     if PARTS > 1:
-        parts += head * PARTS * D * D
-        dm = load4(parts, D, F1, F2, D, F1, F2, D, 1)
+        parts += head * PARTS * F.D * F.D
+        dm = load4(parts, F, F, F.D, 1)
         for part in tl.static_range(1, PARTS):
-            dm = add4(dm, load4(parts + part * D * D, D, F1, F2, D, F1, F2, D, 1), F2, F2)
-            one = axpy2(one, 1.0, load_vec(ones + part * D, D, F1, F2), F2)
+            dm = add4(dm, load4(parts + part * F.D * F.D, F, F, F.D, 1), F, F)
+            one = axpy2(one, 1.0, load_vec(ones + part * F.D, F), F)
     _, w, row = summed_algebra(
-        dm, one, one, (n, n), scale, vectors + head * K, matrix + head * D * D, factors + head * KF,
-        units + head * 4, room + head * KR, matrix.dtype.element_ty, PARTS == 1, ORDER, NORM, CENTER, MEAN, D,
-        F1, F2, OFF,
+        dm, one, one, (n, n), scale, vectors + head * K, matrix + head * F.D * F.D, factors + head * KF,
+        units + head * 4, room + head * KR, matrix.dtype.element_ty, PARTS == 1, ORDER, NORM, CENTER, MEAN, F, OFF,
     )  # fmt: skip
-    store_rows3(rows + head * 3 * D, row, D, F1, F2)
-    store_weights(weights + head * KW, w, ORDER, WOFF, D, F1, F2)
+    store_rows3(rows + head * 3 * F.D, row, F)
+    store_weights(weights + head * KW, w, ORDER, WOFF, F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_tokens(
     q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, ones, rows, qs, ks, vs, gs, dqs, dks, dvs, N,
     H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr,
-    KR: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, BO: tl.constexpr,
+    LOOPS: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one head of a ratio from what `summed_queries` left. TILED: as in `write_grads`."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     vectors += head * K
-    one = load_vec(ones + head * D, D, F1, F2)
+    one = load_vec(ones + head * F.D, F)
     mt, w, row = summed_algebra(
-        one, one, one, N, scale, vectors, matrix + head * D * D, factors + head * KF,
-        units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, D, F1, F2, OFF,
+        one, one, one, N, scale, vectors, matrix + head * F.D * F.D, factors + head * KF,
+        units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, F, OFF,
     )  # fmt: skip
-    row = rows_by_memory(rows + head * 3 * D, row, D, F1, F2)
+    row = rows_by_memory(rows + head * 3 * F.D, row, F)
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     for part in tl.static_range(LOOPS):
         write_grads(
-            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8],
-            ratio_of(ratio, head, N[0], NORM), w, 1.0, row,
-            part_of(part, LOOPS, False), ORDER, NORM, True, D, F1, F2, D,
-            F1, F2, D, BO, PREC, TILED=TILED,
+            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio_of(ratio, head,
+            N[0], NORM), w, 1.0, row, part_of(part, LOOPS, False), ORDER, NORM, True, F, F, BO, PREC, TILED=TILED,
         )  # fmt: skip

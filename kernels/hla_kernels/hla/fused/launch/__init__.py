@@ -175,7 +175,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
         launch(
             middle_grads_key, call.bh * blocks,
             saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars,
-            **common | plan.middle_halves(call.spec, call.w, sizes["MID"]),
+            **common | plan.middle_widths(call.spec, call.w, sizes["MID"])._asdict(),
             HALF=call.q.dtype == torch.float16,
             enable_fp_fusion=call.coefficients is not None,
         )  # fmt: skip
@@ -240,7 +240,7 @@ def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None
     launch(
         divide_grads, call.bh * parts,
         q, g, dq, saved.state, saved.matrix, ratio, *at, call.n, call.h, parts, chunk, call.spec.eps, ALIGN=a,
-        **call.sizes() | plan.halves(call.w), **config,
+        **call.sizes() | {"F": plan.in_halves(call.w.F)}, **config,
     )  # fmt: skip
 
 

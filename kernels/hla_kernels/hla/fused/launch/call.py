@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....sequences import WHOLE, Sequences
 from .. import plan
-from ..spec import Spec, alignment, layout, operator_dtype, strides, widths
+from ..spec import Spec, Widths, alignment, layout, operator_dtype, strides
 
 BLOCK = 1024
 Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
@@ -57,7 +57,7 @@ class Call:
         self.n = (float(self.most), *seqs.tables(self.h, spec.scale, spec.q_scale, spec.of_differences))
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
         self.planned = plan.planned(self.bh)
-        self.w = widths(q.shape[3], v.shape[3])
+        self.w = Widths.of(q.shape[3], v.shape[3])
         self.flags = spec.flags()
         self.prec = plan.precisions(spec, self.w, q.dtype, self.most, self.planned)
         self.scale = spec.scale_of(self.most)
@@ -86,14 +86,13 @@ class Call:
 
     def sizes(self) -> dict:
         """Return the constexpr arguments of a pass over tokens in the split path."""
-        return {**self.w, "FD": self.lay.fd, "OFF": self.lay.off, "K": self.lay.k, "PREC": self.prec["PREC"]}
+        return {**self.w._asdict(), "OFF": self.lay.off, "K": self.lay.k, "PREC": self.prec["PREC"]}
 
     def middle_sizes(self, kernel: str) -> dict:
         """Constexpr of the D x D kernels of `plan.middle_config`."""
         lay, mid = self.lay, self.prec["MID"]
-        tiles = {name: self.w[name] for name in ("F1", "F2", "DV", "V1", "V2")}
         config = self.tiles(plan.middle_config, kernel, self.spec, self.w, max(lay.fd, lay.dv), self.planned, mid)
-        return {**tiles, "FD": lay.fd, "OFF": lay.off, "K": lay.k, "MID": mid, **config}
+        return {**self.w._asdict(), "OFF": lay.off, "K": lay.k, "MID": mid, **config}
 
     def ratio(self) -> Tensor | None:
         """Allocate 1 / den and d loss / d den per token [B * H, N, 2] for a normalised backward, else None."""
@@ -112,7 +111,7 @@ def placed(*tensors: Tensor | None) -> tuple[tuple[tuple[int, int, int], ...], i
 
 def area(call: Call) -> int:
     """Return the number of elements of a padded matrix."""
-    return (call.w["F1"] + call.w["F2"]) ** 2
+    return call.w.F.padded ** 2
 
 
 def half_room(call: Call, matrices: int) -> Tensor:

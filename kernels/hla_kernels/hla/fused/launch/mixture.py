@@ -15,7 +15,7 @@ from .call import Call, Outs, Saved, area, half_room, placed, unfused
 
 def square(call: Call) -> dict:
     """Return the constexpr arguments of all kernels."""
-    return {"D": call.w["D"], "F1": call.w["F1"], "F2": call.w["F2"], "KF": MATRICES * area(call)}
+    return {"F": call.w.F, "KF": MATRICES * area(call)}
 
 
 def tiles(call: Call, kernel: str) -> dict[str, int]:
@@ -44,7 +44,7 @@ def mixture_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     q, k, v = call.q, call.k, call.v
     kept, units, vectors, matrix = kept_of(call, saved)
     at, a = placed(q, k, v, o)
-    if call.w["F2"] == 0:
+    if call.w.F.D2 == 0:
         launch(
             mixture_forward, call.bh,
             q, k, v, o, kept, units, vectors, matrix, call.coefficients, *at, call.n, call.h, call.scale, ALIGN=a,
@@ -85,7 +85,7 @@ def weights_call(
     call: Call, g: Tensor, kept: Tensor, units: Tensor, vectors: Tensor, grads: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return weights, rows and parts of d coefficients, of what was kept and g, or of grads of `readout_grad`."""
-    q, lay, wide = call.q, call.lay, call.w["F2"] > 0
+    q, lay, wide = call.q, call.lay, call.w.F.D2 > 0
     weights, off = call.buffer(call.bh, lay.kw, dtype=q.dtype), lay.vectors()
     rows = call.buffer(call.bh, 3 * lay.fd if call.spec.sums else 0)
     dc = call.buffer(call.b, call.h, 3 if wide else 1, 4) if call.spec.learned else None

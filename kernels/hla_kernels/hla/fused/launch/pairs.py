@@ -27,12 +27,12 @@ def paired(call: Call) -> bool:
 
 def pair_area(call: Call) -> int:
     """Numbers of a head's padded matrix (`heads.pairs`)."""
-    return (2 * call.w["D"] - call.w["F1"]) ** 2
+    return (2 * call.w.F.D - call.w.F.D1) ** 2
 
 
 def sizes(call: Call) -> dict:
     """Return the constexpr arguments of every kernel of pairs."""
-    return {"D": call.w["D"], "D1": call.w["F1"], "AREA": pair_area(call)}
+    return {"W": call.w.F, "AREA": pair_area(call)}
 
 
 def tiles(call: Call, kernel: str) -> dict[str, int]:

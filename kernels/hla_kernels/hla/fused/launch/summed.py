@@ -45,7 +45,7 @@ class Kept(NamedTuple):
     def none(cls, call: Call, o: Tensor) -> Kept:
         """Return tensors for a forward that saves nothing: memory for factors of a ratio that go through memory,
         otherwise o as a placeholder."""
-        if call.w["F2"] == 0 or not call.spec.normalize:
+        if call.w.F.D2 == 0 or not call.spec.normalize:
             return cls(o, o, o, o)
         factors = call.buffer(call.bh, plan.factors(call.spec) * area(call), dtype=torch.float16)
         return cls(o, o, factors, call.buffer(call.bh, 4))
@@ -55,14 +55,13 @@ def summed_widths(call: Call) -> dict:
     """Return the constexpr widths of the kernels of `heads.summed`."""
     lay = call.lay.vectors()
     kept = {"OFF": lay.off, "K": lay.k, "KF": plan.factors(call.spec) * area(call)}
-    w = {name: call.w[name] for name in ("D", "F1", "F2")}
-    return {**w, **kept, **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
+    return {"F": call.w.F, **kept, **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
 
 
 def room_of(call: Call, g: Tensor) -> tuple[Tensor, int]:
     """Allocate three float16 matrices per head, unless factors of one block need none (then g is a placeholder); return
     them and the length per head."""
-    needed = call.spec.normalize or call.w["F2"] > 0
+    needed = call.spec.normalize or call.w.F.D2 > 0
     return (half_room(call, 3), 3 * area(call)) if needed else (g, 0)
 
 
@@ -120,7 +119,7 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
     parts = call.buffer(call.bh, count, lay.fd, lay.dv) if count > 1 else None
     sizes = {**summed_widths(call), "KR": length}
     prec = call.prec["PREC"]
-    short = {x: sizes[x] for x in ("ORDER", "NORM", "MEAN", "D", "F1", "F2", "OFF", "K", "KR")}
+    short = {x: sizes[x] for x in ("ORDER", "NORM", "MEAN", "F", "OFF", "K", "KR")}
     launch(
         summed_queries, call.bh * count, q, g, ratio, kept.vectors, kept.matrix, kept.units, room, parts, ones, *at,
         call.n, call.h, chunk, call.spec.eps, ALIGN=a, PREC=prec, PARTS=count, **short, **sums.SUMS,

@@ -1,7 +1,7 @@
 """Passes over the tokens of one head. Every kernel combines one or more of them with the D x D algebra of one head.
 
-q, k, v, g, o point at the first token of the head; strides are in elements. q and k have the width F = F1 + F2, v and g
-the width V = V1 + V2.
+q, k, v, g, o point at the first token of the head; strides are in elements. q and k have the width F, v and g
+the width V (`spec.Width`).
 
     sum_moments   P = Sum k v'  S = Sum k k'  C = Sum q v'  R = Sum k q'  W = Sum q q', token sums, and dM' = Sum g q'
     sum_gradient  dM' = Sum g q' alone

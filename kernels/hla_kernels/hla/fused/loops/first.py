@@ -38,8 +38,7 @@ NO_SPECIALIZE = [
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_grads(
     q, g, dq, state, matrix, ratio, out, qs, gs, dqs, N, H, PARTS, chunk, heads, eps, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, and partial dM' [V, F] and dm1 [F] in out [PARTS, B * H, V F + F], of one part of one head.
 
@@ -54,28 +53,25 @@ def query_grads(
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     state += head * K
     hi = upto(lo + chunk, N)
-    m1 = load_vec(state + OFF[8], FD, F1, F2)
+    m1 = load_vec(state + OFF[8], F)
     if ratio is not None:
-        dm, dm1 = sum_divided(
-            q, g, qn, gn, lo, hi, m1, ratio + head * 2 * most, D, F1, F2, DV, V1, V2, BN, PREC
-        )
+        dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, ratio + head * 2 * most, F, V, BN, PREC)
     else:
-        m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
+        m = cast4(load4(matrix + head * F.D * V.D, F, V, V.D, 1), q.dtype.element_ty)
         dm, dm1 = sum_ratio(
             q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, lo, hi, m, m1,
-            load_vec(state + OFF[9], DV, V1, V2), eps, q, 1, True, D, F1, F2, DV, V1, V2, BN, PREC,
+            load_vec(state + OFF[9], V), eps, q, 1, True, F, V, BN, PREC,
         )  # fmt: skip
-        dm1 = end_pairs(dm1, F1, F2)
-    out += (part.to(tl.int64) * heads + head) * (DV * FD + FD)
-    store4(out, dm, DV, V1, V2, FD, F1, F2, FD, 1)
-    store_vec(out + DV * FD, dm1, FD, F1, F2)
+        dm1 = end_pairs(dm1, F)
+    out += (part.to(tl.int64) * heads + head) * (V.D * F.D + F.D)
+    store4(out, dm, V, F, F.D, 1)
+    store_vec(out + V.D * F.D, dm1, F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def divide_grads(
-    q, g, dq, state, matrix, ratio, qs, gs, dqs, N, H, PARTS, chunk, eps, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, g, dq, state, matrix, ratio, qs, gs, dqs, N, H, PARTS, chunk, eps, ALIGN: tl.constexpr, F: tl.constexpr,
+    V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute ratio [B * H, N, 2] of one part of one head, and dq unless it is None."""
     b, h, part = place(H, PARTS)
@@ -83,77 +79,75 @@ def divide_grads(
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
-    m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
+    m = cast4(load4(matrix + head * F.D * V.D, F, V, V.D, 1), q.dtype.element_ty)
     to = q
     if dq is not None:
         to = at_head(dq, dqs, at, h, ALIGN)
     state += head * K
     divide_queries(
         at_head(q, qs, at, h, ALIGN), at_head(g, gs, at, h, ALIGN), to, qs[1] * ALIGN, gs[1] * ALIGN, dqs[1] * ALIGN,
-        lo, upto(lo + chunk, N), m, state + OFF[8], load_vec(state + OFF[9], DV, V1, V2), eps,
-        ratio + head * 2 * most, dq is not None, D, F1, F2, DV, V1, V2, BN, PREC,
+        lo, upto(lo + chunk, N), m, state + OFF[8], load_vec(state + OFF[9], V), eps,
+        ratio + head * 2 * most, dq is not None, F, V, BN, PREC,
     )  # fmt: skip
 
 
 @triton.jit
 def write_keys(
-    k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, PAIRS: tl.constexpr,
+    k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of tokens lo..hi from the full dM' and dm1 (PAIRS: before `end_pairs`); row: the common part of
     v, which cancels exactly with the same rounded weights."""
     dtype: tl.constexpr = k.dtype.element_ty
     w = scale4(dm, scale)
-    w, unit = cast_weights((w, w, w, w, w), 1, dtype, F2, V2)
+    w, unit = cast_weights((w, w, w, w, w), 1, dtype, F, V)
     w = w[0]
     scale = scale / unit
     common = (-row[0], -row[1])
     row_k = (dm1[0] * scale, dm1[1] * scale)
     if PAIRS:
-        row_k = end_pairs(add_rows(row_k, cast4(w, tl.float32), common), F1, F2)
+        row_k = end_pairs(add_rows(row_k, cast4(w, tl.float32), common), F)
     else:
-        row_k = axpy2(row_k, 1.0, vecmat(common, cast4(w, tl.float32), V2, F2), F2)
-    row_k = common_row(row_k, dtype, F2)
+        row_k = axpy2(row_k, 1.0, vecmat(common, cast4(w, tl.float32), V, F), F)
+    row_k = common_row(row_k, dtype, F)
     ones = ones_tile(k, BN)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
-    for t in tl.range(tiles, disable_licm=F1 > 64):
+    for t in tl.range(tiles, disable_licm=F.D1 > 64):
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
-        tk = load_rows(k + (zero + start) * kn, i, kn, live, D, F1, F2, False)
-        tv = load_rows(v + (zero + start) * vn, i, vn, live, DV, V1, V2, False)
-        gv = in_units(rowmul(zero_rows(BN, V1, V2), tk, trans4(w), F2, V2, PREC), unit, V2)
-        store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, DV, V1, V2)
-        gk = rowmul(add_common(zero_rows(BN, F1, F2), row_k, ones, F2), tv, w, V2, F2, PREC)
-        store_tokens(dk + (zero + start) * dkn, i, dkn, live, in_units(gk, unit, F2), D, F1, F2)
+        tk = load_rows(k + (zero + start) * kn, i, kn, live, F, False)
+        tv = load_rows(v + (zero + start) * vn, i, vn, live, V, False)
+        gv = in_units(rowmul(zero_rows(BN, V), tk, trans4(w), F, V, PREC), unit, V)
+        store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, V)
+        gk = rowmul(add_common(zero_rows(BN, F), row_k, ones, F), tv, w, V, F, PREC)
+        store_tokens(dk + (zero + start) * dkn, i, dkn, live, in_units(gk, unit, F), F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def key_grads(
-    k, v, dk, dv, state, grads, ks, vs, dks, dvs, N, H, G, PARTS, chunk, scale, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    k, v, dk, dv, state, grads, ks, vs, dks, dvs, N, H, G, PARTS, chunk, scale, ALIGN: tl.constexpr, F: tl.constexpr,
+    V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one part of one head from the summed dM' and dm1 of `query_grads`."""
     b, h, part = place(H, PARTS)
     at, N, scale = span(N, b, b * H + h, scale)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
-    grads += head * (DV * FD + FD)
+    grads += head * (V.D * F.D + F.D)
     write_keys(
         at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
         at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, lo,
-        upto(lo + chunk, N), load4(grads, DV, V1, V2, FD, F1, F2, FD, 1), load_vec(grads + DV * FD, FD, F1, F2),
-        load_vec(state + head * K + OFF[9], DV, V1, V2), scale, D, F1, F2, DV, V1, V2, BN, PREC, False,
+        upto(lo + chunk, N), load4(grads, V, F, F.D, 1), load_vec(grads + V.D * F.D, F),
+        load_vec(state + head * K + OFF[9], V), scale, F, V, BN, PREC, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def token_grads(
     q, k, v, g, dq, dk, dv, state, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, eps, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Run `query_grads` and `key_grads` of one head, with the sums in registers."""
     pid = tl.program_id(0)
@@ -163,18 +157,18 @@ def token_grads(
     state += head * K
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
-    m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
-    row = load_vec(state + OFF[9], DV, V1, V2)
+    m = cast4(load4(matrix + head * F.D * V.D, F, V, V.D, 1), q.dtype.element_ty)
+    row = load_vec(state + OFF[9], V)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     dm, dm1 = sum_ratio(
         q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, 0, N, m,
-        load_vec(state + OFF[8], FD, F1, F2), row, eps, q, 1, True, D, F1, F2, DV, V1, V2, BN, PREC,
+        load_vec(state + OFF[8], F), row, eps, q, 1, True, F, V, BN, PREC,
     )  # fmt: skip
-    PAIRS: tl.constexpr = alike(BN, F2, V1, V2)
+    PAIRS: tl.constexpr = alike(BN, F.D2, V.D1, V.D2)
     if not PAIRS:
-        dm1 = end_pairs(dm1, F1, F2)
+        dm1 = end_pairs(dm1, F)
     write_keys(
         at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
         at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, dm, dm1,
-        row, scale, D, F1, F2, DV, V1, V2, BN, PREC, PAIRS,
+        row, scale, F, V, BN, PREC, PAIRS,
     )  # fmt: skip

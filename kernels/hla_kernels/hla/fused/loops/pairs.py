@@ -14,49 +14,49 @@ from .extent import alive, anew, span, upto
 
 
 @triton.jit
-def load_pair(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
+def load_pair(ptr, i, stride, live, W: tl.constexpr):
     """Rows i of two heads, zero where not live."""
-    c = tl.arange(0, D1)[None, :]
-    e = tl.arange(0, 2 * (D - D1))[None, :]
+    c = tl.arange(0, W.D1)[None, :]
+    e = tl.arange(0, 2 * (W.D - W.D1))[None, :]
     at = ptr + i[:, None] * stride
     keep = live[:, None]
     a = tl.load(at + c, mask=keep, other=0.0)
-    t = tl.load(at + D1 + e, mask=keep, other=0.0)
-    return a, t, tl.load(at + (2 * D - D1) + c, mask=keep, other=0.0)
+    t = tl.load(at + W.D1 + e, mask=keep, other=0.0)
+    return a, t, tl.load(at + (2 * W.D - W.D1) + c, mask=keep, other=0.0)
 
 
 @triton.jit
-def load_ends(ptr, i, stride, live, D: tl.constexpr, D1: tl.constexpr):
+def load_ends(ptr, i, stride, live, W: tl.constexpr):
     """Load the middle block of a tile in 64 columns: wgmma needs 64 rows of it, and mixing mma.sync with wgmma makes
     the assembler wait for each product."""
     c = tl.arange(0, 64)[None, :]
-    keep = live[:, None] & (c < 2 * (D - D1))
-    return tl.load(ptr + i[:, None] * stride + D1 + c, mask=keep, other=0.0)
+    keep = live[:, None] & (c < 2 * (W.D - W.D1))
+    return tl.load(ptr + i[:, None] * stride + W.D1 + c, mask=keep, other=0.0)
 
 
 @triton.jit
-def store_pair(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr):
+def store_pair(ptr, i, stride, live, x, W: tl.constexpr):
     """Inverse of load_pair, in the element type of ptr."""
-    c = tl.arange(0, D1)[None, :]
-    e = tl.arange(0, 2 * (D - D1))[None, :]
+    c = tl.arange(0, W.D1)[None, :]
+    e = tl.arange(0, 2 * (W.D - W.D1))[None, :]
     at = ptr + i[:, None] * stride
     keep = live[:, None]
     dtype: tl.constexpr = ptr.dtype.element_ty
     tl.store(at + c, x[0].to(dtype), mask=keep)
-    tl.store(at + D1 + e, x[1].to(dtype), mask=keep)
-    tl.store(at + (2 * D - D1) + c, x[2].to(dtype), mask=keep)
+    tl.store(at + W.D1 + e, x[1].to(dtype), mask=keep)
+    tl.store(at + (2 * W.D - W.D1) + c, x[2].to(dtype), mask=keep)
 
 
 @triton.jit
-def ends(SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+def ends(SECOND: tl.constexpr, W: tl.constexpr):
     """Return for the first or the second head the channels of its block of D1 and of the block of 2 E, and which of the
     latter belong to it."""
-    E: tl.constexpr = D - D1
+    E: tl.constexpr = W.D - W.D1
     e = tl.arange(0, 2 * E)
     if SECOND:
-        out = (E + tl.arange(0, D1), e - E, e >= E)
+        out = (E + tl.arange(0, W.D1), e - E, e >= E)
     else:
-        out = (tl.arange(0, D1), D1 + e, e < E)
+        out = (tl.arange(0, W.D1), W.D1 + e, e < E)
     return out
 
 
@@ -67,9 +67,9 @@ def together(a, b):
 
 
 @triton.jit
-def alone(m, scale, SECOND: tl.constexpr, D: tl.constexpr, D1: tl.constexpr):
+def alone(m, scale, SECOND: tl.constexpr, W: tl.constexpr):
     """The first or the second of two matrices of sums times scale, as four blocks: what is not its own is zero."""
-    _, _, own = ends(SECOND, D, D1)
+    _, _, own = ends(SECOND, W)
     if SECOND:
         a11, a12, a21 = m[3], m[4], m[5]
     else:
@@ -96,10 +96,10 @@ def rows_times(x, m):
 
 
 @triton.jit
-def no_sums(E2: tl.constexpr, D1: tl.constexpr):
+def no_sums(E2: tl.constexpr, W: tl.constexpr):
     """Zeros for `add_outer`."""
-    a11 = tl.zeros([D1, D1], tl.float32)
-    a12 = tl.zeros([D1, E2], tl.float32)
+    a11 = tl.full([W.D1, W.D1], 0.0, tl.float32)
+    a12 = tl.full([W.D1, E2], 0.0, tl.float32)
     return a11, a12, a12, a11, a12, a12, tl.zeros([64, E2], tl.float32)
 
 
@@ -138,24 +138,22 @@ def place_pair(H, PARTS, N, chunk, ROLES: tl.constexpr):
 
 
 @triton.jit
-def pair_sums(k, v, kn, vn, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr):
+def pair_sums(k, v, kn, vn, lo, hi, W: tl.constexpr, BN: tl.constexpr):
     """Return Sum k v' of two heads over tokens lo..hi, before `end_outer`."""
-    m = no_sums(2 * (D - D1), D1)
+    m = no_sums(2 * (W.D - W.D1), W)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         j = anew(i, start)
         live = alive(start + j, hi)
-        tv = load_pair(v + (zero + start) * vn, j, vn, live, D, D1)
-        tk = load_pair(k + (zero + start) * kn, j, kn, live, D, D1)
-        m = add_outer(m, tk, tv, load_ends(k + (zero + start) * kn, j, kn, live, D, D1))
+        tv = load_pair(v + (zero + start) * vn, j, vn, live, W)
+        tk = load_pair(k + (zero + start) * kn, j, kn, live, W)
+        m = add_outer(m, tk, tv, load_ends(k + (zero + start) * kn, j, kn, live, W))
     return m
 
 
 @triton.jit
-def pair_product(
-    x, w, o, xn, on, lo, hi, D: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None
-):  # fmt: skip
+def pair_product(x, w, o, xn, on, lo, hi, W: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr = None):
     """Write o = x w of two heads for tokens lo..hi. Last tile first: it is the one still in L2. STAGES: stages of the
     loop, if different from the kernel's."""
     i = tl.arange(0, BN)
@@ -164,5 +162,5 @@ def pair_product(
     for t in tl.range(tiles, num_stages=STAGES):
         start = lo + (tiles - 1 - t) * BN
         live = alive(start + i, hi)
-        y = rows_times(load_pair(x + (zero + start) * xn, i, xn, live, D, D1), w)
-        store_pair(o + (zero + start) * on, i, on, live, y, D, D1)
+        y = rows_times(load_pair(x + (zero + start) * xn, i, xn, live, W), w)
+        store_pair(o + (zero + start) * on, i, on, live, y, W)

@@ -64,9 +64,7 @@ def combine(
     if ORDER == 3 or ORDER == 5:
         combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[3], FF, FD, OFF[6], OFF[5], KEY, RIDGE, BLOCK)
     if ORDER >= 4:
-        combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[4], FF, FD, OFF[5], OFF[5], BOTH, False, BLOCK
-        )
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[4], FF, FD, OFF[5], OFF[5], BOTH, False, BLOCK)
     if SUMS:
         combine_section(p, o, step, PARTS, block, 1.0, n, ridge, OFF[5], 2 * FD + DV, 1, 0, 0, False, False, BLOCK)
 

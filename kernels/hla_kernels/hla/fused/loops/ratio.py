@@ -10,37 +10,37 @@ from .vectors import add_pairs, as_row, begin_pairs, beside, columns, reciprocal
 
 
 @triton.jit
-def begin_outer(V1: tl.constexpr, V2: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+def begin_outer(V: tl.constexpr, F: tl.constexpr):
     """Return the accumulator of `add_outer`."""
-    m11, m12, m21, m22 = zeros4(V1, V2, F1, F2)
-    if V2 > 0:
-        m21 = tl.zeros([F1, V2], tl.float32)
+    m11, m12, m21, m22 = zeros4(V, F)
+    if V.D2 > 0:
+        m21 = tl.full([F.D1, V.D2], 0.0, tl.float32)
     return m11, m12, m21, m22
 
 
 @triton.jit
-def add_outer(acc, x, y, X2: tl.constexpr, Y2: tl.constexpr, PREC: tl.constexpr, CORNER: tl.constexpr = False):
+def add_outer(acc, x, y, X: tl.constexpr, Y: tl.constexpr, PREC: tl.constexpr, CORNER: tl.constexpr = False):
     """acc + x'y over the tokens of a tile, block 21 kept transposed: y is computed in the loop. CORNER: block 22, whose
     operands go through registers, before the others."""
     a11, a12, a21, a22 = acc
-    if CORNER and X2 > 0 and Y2 > 0:
+    if CORNER and X.D2 > 0 and Y.D2 > 0:
         a22 = add_dot(tl.trans(x[1]), y[1] + 0.0, a22, PREC)
     a11 = add_dot(tl.trans(x[0]), y[0], a11, PREC)
-    if Y2 > 0:
+    if Y.D2 > 0:
         a12 = add_dot(tl.trans(x[0]), y[1], a12, PREC)
-    if X2 > 0:
+    if X.D2 > 0:
         # "ieee": a product that is carried into the next turn makes the assembler wait for every one of this turn
         a21 = add_dot(tl.trans(y[0]), x[1], a21, "ieee")
-    if not CORNER and X2 > 0 and Y2 > 0:
+    if not CORNER and X.D2 > 0 and Y.D2 > 0:
         a22 = add_dot(tl.trans(x[1] + 0.0), y[1] + 0.0, a22, PREC)
     return a11, a12, a21, a22
 
 
 @triton.jit
-def end_outer(acc, X2: tl.constexpr):
+def end_outer(acc, X: tl.constexpr):
     """Return the matrix that `add_outer` summed."""
     a21 = acc[2]
-    if X2 > 0:
+    if X.D2 > 0:
         a21 = tl.trans(acc[2])
     return acc[0], acc[1], a21, acc[3]
 
@@ -52,19 +52,19 @@ def spare(D, F1, F2, dtype):
 
 
 @triton.jit
-def with_number(x, d, DV: tl.constexpr, V1: tl.constexpr):
+def with_number(x, d, V: tl.constexpr):
     """Return a tile x of gradients with a number d of each token in its two padding columns, the rounding and what that
     left."""
-    c = tl.arange(0, x[1].shape[1])[None, :] - (DV - V1)
+    c = tl.arange(0, x[1].shape[1])[None, :] - (V.D - V.D1)
     high = d.to(x[1].dtype)
     low = (d - high.to(tl.float32)).to(x[1].dtype)
     return x[0], tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], x[1]))
 
 
 @triton.jit
-def numbers_of(m, DV: tl.constexpr, V1: tl.constexpr):
+def numbers_of(m, V: tl.constexpr):
     """Return (m without, Sum d y) of Sum x y' with the numbers d of `with_number`."""
-    r = tl.arange(0, m[2].shape[0])[:, None] - (DV - V1)
+    r = tl.arange(0, m[2].shape[0])[:, None] - (V.D - V.D1)
     own = (r == 0) | (r == 1)
     d1 = tl.sum(tl.where(own, m[2], 0.0), 0)
     d2 = tl.sum(tl.where(own, m[3], 0.0), 0)
@@ -72,14 +72,14 @@ def numbers_of(m, DV: tl.constexpr, V1: tl.constexpr):
 
 
 @triton.jit
-def with_row(mt, x, D: tl.constexpr, F1: tl.constexpr, V2: tl.constexpr):
+def with_row(mt, x, F: tl.constexpr, V: tl.constexpr):
     """Return M' with x [V] in its columns D (its rounding) and D + 1 (what that left)."""
-    c = tl.arange(0, mt[1].shape[1])[None, :] - (D - F1)
+    c = tl.arange(0, mt[1].shape[1])[None, :] - (F.D - F.D1)
     high = x[0].to(mt[1].dtype)
     low = (x[0] - high.to(tl.float32)).to(mt[1].dtype)
     m12 = tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], mt[1]))
     m22 = mt[3]
-    if V2 > 0:
+    if V.D2 > 0:
         high = x[1].to(mt[1].dtype)
         low = (x[1] - high.to(tl.float32)).to(mt[1].dtype)
         m22 = tl.where(c == 0, high[:, None], tl.where(c == 1, low[:, None], mt[3]))
@@ -87,84 +87,83 @@ def with_row(mt, x, D: tl.constexpr, F1: tl.constexpr, V2: tl.constexpr):
 
 
 @triton.jit
-def readout_columns(mt, x, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr):
+def readout_columns(mt, x, dtype: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """Return (M', `columns` of x [V]) for `pull`; where columns are spare x is in M' alone."""
     cols = 0.0
-    if spare(D, F1, F2, dtype):
-        mt = with_row(mt, x, D, F1, V2)
+    if spare(F.D, F.D1, F.D2, dtype):
+        mt = with_row(mt, x, F, V)
     else:
-        cols = columns(x, dtype, V2)
+        cols = columns(x, dtype, V)
     return mt, cols
 
 
 @triton.jit
-def pull(g, mt, cols, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr):
+def pull(g, mt, cols, F: tl.constexpr, V: tl.constexpr, PREC: tl.constexpr):
     """What `against` takes of a tile of gradients g of outputs (f m + b) / (f.m1 + eps) + row, b = -eps row: r = g M'
     and g.b (none where b is in M'); mt and cols: `readout_columns` of M' and b."""
-    SPARE: tl.constexpr = spare(D, F1, F2, g[0].dtype)
+    SPARE: tl.constexpr = spare(F.D, F.D1, F.D2, g[0].dtype)
     y = 0.0
     if not SPARE:
-        y = times_vector(g, cols, V2)
-    r1 = part_product(g, mt[0], mt[2], V2, PREC)
+        y = times_vector(g, cols, V)
+    r1 = part_product(g, mt[0], mt[2], V, PREC)
     r2 = r1
-    if F2 > 0:
-        r2 = part_product(g, mt[1], mt[3], V2, PREC)
+    if F.D2 > 0:
+        r2 = part_product(g, mt[1], mt[3], V, PREC)
     return r1, r2, y
 
 
 @triton.jit
-def against(f, pulled, dtype: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr):
+def against(f, pulled, dtype: tl.constexpr, F: tl.constexpr):
     """Return (f, r, g.(f m + b)) of a tile of queries with features f, from `pull`.
 
     g.(f m + b) = f.r + g.b, so that all of it is elementwise in the layout of r.
     """
-    SPARE: tl.constexpr = spare(D, F1, F2, dtype)
+    SPARE: tl.constexpr = spare(F.D, F.D1, F.D2, dtype)
     r1, r2, y = pulled
     f1 = beside(f[0], r1)
     f2 = f[1]
     y += tl.sum(f1 * r1, 1)
-    if F2 > 0:
+    if F.D2 > 0:
         f2 = beside(f[1], r2)
-        y += tl.sum(r2 * (tl.where(is_spare(F1, F2, D), 1.0, f2) if SPARE else f2), 1)
+        y += tl.sum(r2 * (tl.where(is_spare(F), 1.0, f2) if SPARE else f2), 1)
     return (f1, f2), (r1, r2), y
 
 
 @triton.jit
-def query_gradient(r, inverse, d, m1, F2: tl.constexpr):
+def query_gradient(r, inverse, d, m1, F: tl.constexpr):
     """Return dq of the first order from `pull` and d = d loss / d den times den."""
-    return axpy2((r[0] * inverse[:, None], r[1] * inverse[:, None]), (d * inverse)[:, None], as_row(m1), F2)
+    return axpy2((r[0] * inverse[:, None], r[1] * inverse[:, None]), (d * inverse)[:, None], as_row(m1), F)
 
 
 @triton.jit
-def is_spare(F1: tl.constexpr, F2: tl.constexpr, D: tl.constexpr):
+def is_spare(F: tl.constexpr):
     """Which columns of the second part are the two of `with_row`."""
-    c = tl.arange(0, F2)[None, :] - (D - F1)
+    c = tl.arange(0, F.D2)[None, :] - (F.D - F.D1)
     return (c == 0) | (c == 1)
 
 
 @triton.jit
-def part_product(x, m1, m2, K2: tl.constexpr, PREC: tl.constexpr):
+def part_product(x, m1, m2, K: tl.constexpr, PREC: tl.constexpr):
     """Return x m for one of the two parts of the columns of m."""
     out = tl.dot(x[0], m1, input_precision=PREC)
-    if K2 > 0:
+    if K.D2 > 0:
         out = tl.dot(x[1], m2, out, input_precision=PREC)
     return out
 
 
 @triton.jit
-def total_of(x, D2: tl.constexpr):
+def total_of(x, W: tl.constexpr):
     """Return the sum of the absolute values of a vector."""
     out = tl.sum(tl.abs(x[0]))
-    if D2 > 0:
+    if W.D2 > 0:
         out += tl.sum(tl.abs(x[1]))
     return out
 
 
 @triton.jit
 def sum_ratio(
-    q, g, dq, qn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, WRITE: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    q, g, dq, qn, gn, dqn, lo, hi, m, m1, row, eps, ratio, ORDER: tl.constexpr, WRITE: tl.constexpr, F: tl.constexpr,
+    V: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Return (dM' = Sum g (q / den)', dm1 = Sum (d loss / d den) q) over tokens lo..hi, dm1 for `end_pairs`.
 
@@ -176,55 +175,55 @@ def sum_ratio(
     dtype: tl.constexpr = q.dtype.element_ty
     unit = 1.0
     if dtype == tl.float16:  # 1 / den of a higher order is too small for float16
-        unit = power_of_two(total_of(m1, F2))
-    SPARE: tl.constexpr = spare(D, F1, F2, dtype)
+        unit = power_of_two(total_of(m1, F))
+    SPARE: tl.constexpr = spare(F.D, F.D1, F.D2, dtype)
     # dm1 is a row of dM' too, but for coefficients whose gradient it nearly cancels in
-    NUMBER: tl.constexpr = SPARE and spare(DV, V1, V2, dtype) and ORDER < 5
-    mt, cols = readout_columns(trans4(cast4(m, dtype)), (-eps * row[0], -eps * row[1]), dtype, D, F1, F2, V2)
+    NUMBER: tl.constexpr = SPARE and spare(V.D, V.D1, V.D2, dtype) and ORDER < 5
+    mt, cols = readout_columns(trans4(cast4(m, dtype)), (-eps * row[0], -eps * row[1]), dtype, F, V)
     ones = cols
     if NUMBER:  # of v = 1: a product holds no registers from turn to turn
-        ones = columns(m1, dtype, F2)
+        ones = columns(m1, dtype, F)
     # pointers, which take fewer registers than products of strides
-    MOVING: tl.constexpr = WRITE or (F2 > 0 and ORDER == 5)
-    dm = begin_outer(V1, V2, F1, F2)
-    dm1 = begin_pairs(BN, F1, F2)
+    MOVING: tl.constexpr = WRITE or (F.D2 > 0 and ORDER == 5)
+    dm = begin_outer(V, F)
+    dm1 = begin_pairs(BN, F)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     gp = g + (zero + lo) * gn
     qp = q + (zero + lo) * qn
-    for start in tl.range(lo, hi[0], BN, disable_licm=WRITE and F2 > 0):
+    for start in tl.range(lo, hi[0], BN, disable_licm=WRITE and F.D2 > 0):
         live = alive(start + i, hi)
-        j = anew(i, start, F2 > 0)
+        j = anew(i, start, F.D2 > 0)
         if MOVING:
-            tg = load_rows(gp, j, gn, live, DV, V1, V2, False)
-            tq = load_rows(qp, j, qn, live, D, F1, F2, False)
+            tg = load_rows(gp, j, gn, live, V, False)
+            tq = load_rows(qp, j, qn, live, F, False)
             gp += (zero + BN) * gn
             qp += (zero + BN) * qn
         else:
-            tg = load_rows(g + (zero + start) * gn, j, gn, live, DV, V1, V2, False)
-            tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
+            tg = load_rows(g + (zero + start) * gn, j, gn, live, V, False)
+            tq = load_rows(q + (zero + start) * qn, j, qn, live, F, False)
         # products first: what needs them waits the less, the later it comes
-        pulled = pull(tg, mt, cols, D, F1, F2, V2, PREC)
+        pulled = pull(tg, mt, cols, F, V, PREC)
         if NUMBER:
-            den = times_vector(tq, ones, F2)
-        f, r, y = against((tq[0].to(tl.float32), tq[1].to(tl.float32)), pulled, dtype, D, F1, F2)
+            den = times_vector(tq, ones, F)
+        f, r, y = against((tq[0].to(tl.float32), tq[1].to(tl.float32)), pulled, dtype, F)
         if NUMBER:
             inverse = reciprocal(den + eps, live, dtype)
         else:
-            inverse = reciprocal(rowdot(f, as_row(m1), F2) + eps, live, dtype)
+            inverse = reciprocal(rowdot(f, as_row(m1), F) + eps, live, dtype)
         d = -y * inverse  # d loss / d den times den
         if WRITE:
-            store_tokens(dq + (zero + start) * dqn, j, dqn, live, query_gradient(r, inverse, d, m1, F2), D, F1, F2)
+            store_tokens(dq + (zero + start) * dqn, j, dqn, live, query_gradient(r, inverse, d, m1, F), F)
         else:
             put_ratio(ratio, start + i, live, inverse, d * inverse)
         over = (f[0] * inverse[:, None], f[1] * inverse[:, None])
         if NUMBER:
-            tg = with_number(tg, d, DV, V1)
+            tg = with_number(tg, d, V)
         else:
-            dm1 = add_pairs(dm1, d, over, F2)
+            dm1 = add_pairs(dm1, d, over, F)
         over = (over[0] * unit, over[1] * unit)
-        dm = add_outer(dm, tg, (over[0].to(dtype), over[1].to(dtype)), V2, F2, PREC, WRITE)
-    dm = scale4(end_outer(dm, V2), 1.0 / unit)
+        dm = add_outer(dm, tg, (over[0].to(dtype), over[1].to(dtype)), V, F, PREC, WRITE)
+    dm = scale4(end_outer(dm, V), 1.0 / unit)
     if NUMBER:
-        dm, dm1 = numbers_of(dm, DV, V1)
+        dm, dm1 = numbers_of(dm, V)
     return dm, dm1

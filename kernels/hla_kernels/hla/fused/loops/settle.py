@@ -24,15 +24,15 @@ def settled(acc):
 
 
 @triton.jit
-def settled4(acc, X2: tl.constexpr, Y2: tl.constexpr, TWICE: tl.constexpr = False):
+def settled4(acc, X: tl.constexpr, Y: tl.constexpr, TWICE: tl.constexpr = False):
     """A matrix of `tiles.outer4`, whose products are the last of a turn, likewise. Where both widths are one part no
     tile is read twice, except with TWICE."""
     a11 = acc[0]
     a12 = acc[1]
     a21 = acc[2]
-    if X2 > 0:
+    if X.D2 > 0:
         a21 = settled(acc[2])
-    elif Y2 > 0:
+    elif Y.D2 > 0:
         a12 = settled(acc[1])
     elif TWICE:
         a11 = settled(acc[0])

@@ -7,28 +7,26 @@ from ..tiles import store_rows
 
 
 @triton.jit
-def store_tokens(ptr, i, stride, live, x, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+def store_tokens(ptr, i, stride, live, x, W: tl.constexpr):
     """Store rows of tokens like `store_rows`. Rows that end in half a sector of 32 bytes are written by one
     instruction: two blocks of columns would write twice as many partial sectors."""
     dtype: tl.constexpr = ptr.dtype.element_ty
-    if D2 > 0 and D % 16 > 0 and dtype != tl.float32:
+    if W.D2 > 0 and W.D % 16 > 0 and dtype != tl.float32:
         BN: tl.constexpr = x[0].shape[0]
-        x2 = tl.broadcast_to(x[1].to(dtype)[:, None, :], [BN, D1 // D2, D2])  # columns beyond D are not written
-        whole = tl.join(x[0].to(dtype), tl.reshape(x2, [BN, D1]))
-        whole = tl.reshape(tl.permute(whole, (0, 2, 1)), [BN, 2 * D1])
-        c = tl.arange(0, 2 * D1)
-        tl.store(ptr + i[:, None] * stride + c[None, :], whole, mask=live[:, None] & (c < D)[None, :])
+        x2 = tl.broadcast_to(x[1].to(dtype)[:, None, :], [BN, W.D1 // W.D2, W.D2])  # columns beyond D are not written
+        whole = tl.join(x[0].to(dtype), tl.reshape(x2, [BN, W.D1]))
+        whole = tl.reshape(tl.permute(whole, (0, 2, 1)), [BN, 2 * W.D1])
+        c = tl.arange(0, 2 * W.D1)
+        tl.store(ptr + i[:, None] * stride + c[None, :], whole, mask=live[:, None] & (c < W.D)[None, :])
     else:
-        store_rows(ptr, i, stride, live, x, D, D1, D2)
+        store_rows(ptr, i, stride, live, x, W)
 
 
 @triton.jit
 def put_ratio(ratio, i, live, inverse, total):
     """Store 1 / den and d loss / d den of tokens i in ratio [*, 2]. As neighbours they need one layout conversion
     within a warp, without a barrier; two separate rows would need four."""
-    tl.store(
-        ratio + 2 * i[:, None] + tl.arange(0, 2)[None, :], tl.join(inverse, total), mask=live[:, None]
-    )
+    tl.store(ratio + 2 * i[:, None] + tl.arange(0, 2)[None, :], tl.join(inverse, total), mask=live[:, None])
 
 
 @triton.jit

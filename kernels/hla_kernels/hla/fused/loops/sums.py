@@ -3,17 +3,17 @@
 import triton
 import triton.language as tl
 
-from ..tiles import load_rows, load_tail, outer4, outer4_begin, outer4_end, square4, zeros2, zeros4
+from ..tiles import load_rows, load_tail, outer4, outer4_begin, outer4_end, square4, zeros2
 from .extent import alive, anew
 from .settle import settled
 
 
 @triton.jit
-def add_sum(s, x, D2: tl.constexpr):
+def add_sum(s, x, W: tl.constexpr):
     """Return s plus the tokens of a tile, folded to the rows of s (the narrow second part: row by row), so that threads
     exchange nothing per tile."""
     s2 = s[1]
-    if D2 > 0:
+    if W.D2 > 0:
         s2 = s[1] + x[1].to(tl.float32)
     rows: tl.constexpr = s[0].shape[0]
     x1 = tl.reshape(x[0].to(tl.float32), [x[0].shape[0] // rows, rows, x[0].shape[1]])
@@ -21,48 +21,48 @@ def add_sum(s, x, D2: tl.constexpr):
 
 
 @triton.jit
-def begin_sum(ROWS: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
+def begin_sum(ROWS: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, NEEDED: tl.constexpr):
     """Return the accumulator of add_sum for tiles of BN tokens; ROWS: number of rows that the warps hold at once."""
     x1 = tl.zeros([1, 1], tl.float32)
     x2 = x1
     if NEEDED:
-        x1 = tl.zeros([ROWS, D1], tl.float32)
-    if NEEDED and D2 > 0:
-        x2 = tl.zeros([BN, D2], tl.float32)
+        x1 = tl.full([ROWS, W.D1], 0.0, tl.float32)
+    if NEEDED and W.D2 > 0:
+        x2 = tl.full([BN, W.D2], 0.0, tl.float32)
     return x1, x2
 
 
 @triton.jit
-def end_sum(s, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
+def end_sum(s, W: tl.constexpr, NEEDED: tl.constexpr):
     """Return the vector summed by add_sum (zero if not needed)."""
-    out = zeros2(D1, D2)
+    out = zeros2(W)
     if NEEDED:
         s2 = out[1]
-        if D2 > 0:
+        if W.D2 > 0:
             s2 = tl.sum(s[1], 0)
         out = (tl.sum(s[0], 0), s2)
     return out
 
 
 @triton.jit
-def begin_total(dtype: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
+def begin_total(dtype: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, NEEDED: tl.constexpr):
     """Return the accumulator of add_total for tiles of BN tokens of a dtype."""
-    s1, s2 = begin_sum(32, BN, D1, D2, NEEDED)
+    s1, s2 = begin_sum(32, BN, W, NEEDED)
     if NEEDED and dtype != tl.float32:
-        s1 = tl.zeros([D1, 16], tl.float32)
+        s1 = tl.full([W.D1, 16], 0.0, tl.float32)
     return s1, s2
 
 
 @triton.jit
-def add_total(s, x, D2: tl.constexpr, APART: tl.constexpr = False):
+def add_total(s, x, W: tl.constexpr, APART: tl.constexpr = False):
     """Return s plus the tokens of a tile that is an operand of products too, by a tensor-core product with ones;
     elementwise for float32 tokens and the narrow second part. APART: the product is not carried into the next
     iteration, for which the assembler would wait for every product of this one."""
     if x[0].dtype == tl.float32:
-        out = add_sum(s, x, D2)
+        out = add_sum(s, x, W)
     else:
         s2 = s[1]
-        if D2 > 0:
+        if W.D2 > 0:
             s2 = s[1] + x[1].to(tl.float32)
         ones = tl.full([x[0].shape[0], 16], 0.0625, x[0].dtype)
         if APART:
@@ -74,24 +74,24 @@ def add_total(s, x, D2: tl.constexpr, APART: tl.constexpr = False):
 
 
 @triton.jit
-def end_total(s, dtype: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, NEEDED: tl.constexpr):
+def end_total(s, dtype: tl.constexpr, W: tl.constexpr, NEEDED: tl.constexpr):
     """Return the vector summed by add_total (zero if not needed)."""
-    out = zeros2(D1, D2)
+    out = zeros2(W)
     if NEEDED and dtype == tl.float32:
-        out = end_sum(s, D1, D2, NEEDED)
+        out = end_sum(s, W, NEEDED)
     elif NEEDED:
         s2 = out[1]
-        if D2 > 0:
+        if W.D2 > 0:
             s2 = tl.sum(s[1], 0)
         out = (tl.sum(s[0], 1), s2)
     return out
 
 
 @triton.jit
-def add_together(s, rest, x, C: tl.constexpr, D2: tl.constexpr):
+def add_together(s, rest, x, C: tl.constexpr, W: tl.constexpr):
     """Return (s plus the tokens of a tile in column C of s [D1, 16], rest plus their second part): several sums share
     the registers of one. Not for float32 tokens."""
-    if D2 > 0:
+    if W.D2 > 0:
         rest = rest + x[1].to(tl.float32)
     column = tl.arange(0, 16)[None, :] == C
     ones = tl.broadcast_to(tl.where(column, 1.0, 0.0), [x[0].shape[0], 16]).to(x[0].dtype)
@@ -99,103 +99,98 @@ def add_together(s, rest, x, C: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.jit
-def end_together(s, rest, C: tl.constexpr, D2: tl.constexpr):
+def end_together(s, rest, C: tl.constexpr, W: tl.constexpr):
     """Return the vector that `add_together` summed in column C."""
     x2 = tl.zeros([1], tl.float32)
-    if D2 > 0:
+    if W.D2 > 0:
         x2 = tl.sum(rest, 0)
     return tl.sum(tl.where(tl.arange(0, 16)[None, :] == C, s, 0.0), 1), x2
 
 
 @triton.jit
-def begin(
-    A1: tl.constexpr, A2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, NEEDED: tl.constexpr, SQUARE: tl.constexpr,
-    TAIL: tl.constexpr,
-):  # fmt: skip
+def begin(A: tl.constexpr, B: tl.constexpr, NEEDED: tl.constexpr, SQUARE: tl.constexpr, TAIL: tl.constexpr):
     """Return the accumulator of outer4 or square4, a placeholder if not needed."""
     if NEEDED:
-        out = outer4_begin(A1, A2, B1, B2, SQUARE, TAIL)
+        out = outer4_begin(A, B, SQUARE, TAIL)
     else:
-        out = zeros4(1, 0, 1, 0)
+        x = tl.zeros([1, 1], tl.float32)
+        out = (x, x, x, x)
     return out
 
 
 @triton.jit
-def end(acc, A2: tl.constexpr, NEEDED: tl.constexpr):
+def end(acc, A: tl.constexpr, NEEDED: tl.constexpr):
     """Return the sum of outer4 or square4."""
     out = acc
     if NEEDED:
-        out = outer4_end(acc, A2)
+        out = outer4_end(acc, A)
     return out
 
 
 @triton.jit
-def begin_moments(
-    ORDER: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, TAIL: tl.constexpr
-):  # fmt: skip
+def begin_moments(ORDER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, TAIL: tl.constexpr):
     """Return accumulators of (P, S, C, R, W). ORDER 6: C and R, which `polynomial` needs in addition to hla3. Single
     moments: P 1, W 7, S 8, C 9, R 10. Two moments of the same two tensors: P and S 11, C and W 12."""
     HAS_S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11
     HAS_C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12
-    mp = begin(F1, F2, V1, V2, (ORDER < 6 and ORDER != 2) or ORDER == 11, False, TAIL)
-    ms = begin(F1, F2, F1, F2, HAS_S, True, TAIL)
-    mc = begin(F1, F2, V1, V2, HAS_C, False, TAIL)
-    mr = begin(F1, F2, F1, F2, ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10, False, TAIL)
-    mw = begin(F1, F2, F1, F2, ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12, True, TAIL)
+    mp = begin(F, V, (ORDER < 6 and ORDER != 2) or ORDER == 11, False, TAIL)
+    ms = begin(F, F, HAS_S, True, TAIL)
+    mc = begin(F, V, HAS_C, False, TAIL)
+    mr = begin(F, F, ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10, False, TAIL)
+    mw = begin(F, F, ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12, True, TAIL)
     return mp, ms, mc, mr, mw
 
 
 @triton.jit
 def add_moments(
-    m, fq, fk, tv, eq, ek, ORDER: tl.constexpr, F2: tl.constexpr, V2: tl.constexpr, TAIL: tl.constexpr,
+    m, fq, fk, tv, eq, ek, ORDER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, TAIL: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     """Return m plus the products of a tile; eq and ek are the tails of q and k."""
     mp, ms, mc, mr, mw = m
     if (ORDER < 6 and ORDER != 2) or ORDER == 11:
-        mp = outer4(mp, fk, tv, ek, F2, V2, TAIL, PREC)
+        mp = outer4(mp, fk, tv, ek, F, V, TAIL, PREC)
     if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11:
-        ms = square4(ms, fk, ek, F2, TAIL, PREC)
+        ms = square4(ms, fk, ek, F, TAIL, PREC)
     if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12:
-        mc = outer4(mc, fq, tv, eq, F2, V2, TAIL, PREC)
+        mc = outer4(mc, fq, tv, eq, F, V, TAIL, PREC)
     if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
-        mr = outer4(mr, fk, fq, ek, F2, F2, TAIL, PREC)
+        mr = outer4(mr, fk, fq, ek, F, F, TAIL, PREC)
     if ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12:
-        mw = square4(mw, fq, eq, F2, TAIL, PREC)
+        mw = square4(mw, fq, eq, F, TAIL, PREC)
     return mp, ms, mc, mr, mw
 
 
 @triton.jit
-def end_moments(m, ORDER: tl.constexpr, F2: tl.constexpr):
+def end_moments(m, ORDER: tl.constexpr, F: tl.constexpr):
     """Return (P, S, C, R, W)."""
-    mp = end(m[0], F2, (ORDER < 6 and ORDER != 2) or ORDER == 11)
-    ms = end(m[1], F2, ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11)
-    mc = end(m[2], F2, ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12)
-    mr = end(m[3], F2, ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10)
-    return mp, ms, mc, mr, end(m[4], F2, ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12)
+    mp = end(m[0], F, (ORDER < 6 and ORDER != 2) or ORDER == 11)
+    ms = end(m[1], F, ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11)
+    mc = end(m[2], F, ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12)
+    mr = end(m[3], F, ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10)
+    return mp, ms, mc, mr, end(m[4], F, ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12)
 
 
 @triton.jit
 def add_gradient(
-    dm, sg, g, tq, i, gn, live, SUMS: tl.constexpr, TAIL: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, PREC: tl.constexpr,
+    dm, sg, g, tq, i, gn, live, SUMS: tl.constexpr, TAIL: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Return (dm + g q', sg + g) for a tile of queries and the gradients g of its outputs."""
-    tg = load_rows(g, i, gn, live, DV, V1, V2, False)
+    tg = load_rows(g, i, gn, live, V, False)
     eg = i
     if TAIL:
-        eg = load_tail(g, i, gn, live, DV, V1)
-    dm = outer4(dm, tg, tq, eg, V2, F2, TAIL, PREC)
+        eg = load_tail(g, i, gn, live, V)
+    dm = outer4(dm, tg, tq, eg, V, F, TAIL, PREC)
     if SUMS:
-        sg = add_total(sg, tg, V2)
+        sg = add_total(sg, tg, V)
     return dm, sg
 
 
 @triton.jit
 def sum_moments(
     q, k, v, g, qn, kn, vn, gn, lo, hi, ORDER: tl.constexpr, SUMS: tl.constexpr, GRAD: tl.constexpr, ONCE: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Return (P, S, C, R, W), (sum q, sum k, sum v), dM' over tokens lo..hi.
 
@@ -207,84 +202,82 @@ def sum_moments(
     SUM_V: tl.constexpr = SUMS == 2 and ORDER != 10
     ALL: tl.constexpr = SUMS == 1
     KEYS: tl.constexpr = ALL or SUMS == 3
-    TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
+    TAIL: tl.constexpr = F.D2 > 0 and V.D2 > 0 and F.D1 >= 64 and V.D1 >= 64
     # addresses shared with another loop, or addresses that leave no registers for sums
-    AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == 6 or (F2 > 0 and SUMS == 2))
+    AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == 6 or (F.D2 > 0 and SUMS == 2))
     dtype: tl.constexpr = q.dtype.element_ty
-    SETTLE: tl.constexpr = SUMS > 0 and (F2 > 0 or V2 > 0) and dtype != tl.float32
-    m = begin_moments(ORDER, F1, F2, V1, V2, TAIL)
-    dm = begin(V1, V2, F1, F2, GRAD, False, TAIL)
-    sq = begin_total(dtype, BN, F1, F2, ALL)
-    sk = begin_total(dtype, BN, F1, F2, KEYS)
-    sv = begin_total(dtype, BN, V1, V2, KEYS)
-    sums, rest = begin_total(dtype, BN, F1, F2, SUMS == 2)
+    SETTLE: tl.constexpr = SUMS > 0 and (F.D2 > 0 or V.D2 > 0) and dtype != tl.float32
+    m = begin_moments(ORDER, F, V, TAIL)
+    dm = begin(V, F, GRAD, False, TAIL)
+    sq = begin_total(dtype, BN, F, ALL)
+    sk = begin_total(dtype, BN, F, KEYS)
+    sv = begin_total(dtype, BN, V, KEYS)
+    sums, rest = begin_total(dtype, BN, F, SUMS == 2)
     rq = rest
     rk = rest
     rv = rest
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
-    for start in tl.range(lo, hi[0], BN, disable_licm=F1 > 64 or (AGAIN and F2 > 0)):
+    for start in tl.range(lo, hi[0], BN, disable_licm=F.D1 > 64 or (AGAIN and F.D2 > 0)):
         live = alive(start + i, hi)
         j = anew(i, start, AGAIN)
-        tk = load_rows(k + (zero + start) * kn, j, kn, live, D, F1, F2, ONCE)
-        tv = load_rows(v + (zero + start) * vn, j, vn, live, DV, V1, V2, ONCE)
-        tq = load_rows(q + (zero + start) * qn, j, qn, live, D, F1, F2, False)
+        tk = load_rows(k + (zero + start) * kn, j, kn, live, F, ONCE)
+        tv = load_rows(v + (zero + start) * vn, j, vn, live, V, ONCE)
+        tq = load_rows(q + (zero + start) * qn, j, qn, live, F, False)
         ek = i
         eq = i
         if TAIL:
-            ek = load_tail(k + (zero + start) * kn, j, kn, live, D, F1)
+            ek = load_tail(k + (zero + start) * kn, j, kn, live, F)
         if TAIL and ORDER != 1 and ORDER != 3:
-            eq = load_tail(q + (zero + start) * qn, j, qn, live, D, F1)
-        m = add_moments(m, tq, tk, tv, eq, ek, ORDER, F2, V2, TAIL, PREC)
+            eq = load_tail(q + (zero + start) * qn, j, qn, live, F)
+        m = add_moments(m, tq, tk, tv, eq, ek, ORDER, F, V, TAIL, PREC)
         if ALL:
-            sq = add_total(sq, tq, F2)
+            sq = add_total(sq, tq, F)
         if KEYS:
-            sk = add_total(sk, tk, F2)
-            sv = add_total(sv, tv, V2)
+            sk = add_total(sk, tk, F)
+            sv = add_total(sv, tv, V)
         if SUM_Q:
-            sums, rq = add_together(sums, rq, tq, 0, F2)
+            sums, rq = add_together(sums, rq, tq, 0, F)
         if SUM_K:
-            sums, rk = add_together(sums, rk, tk, 1, F2)
+            sums, rk = add_together(sums, rk, tk, 1, F)
         if SUM_V:
-            sums, rv = add_together(sums, rv, tv, 2, V2)
+            sums, rv = add_together(sums, rv, tv, 2, V)
         if GRAD:
-            dm, _ = add_gradient(dm, dm, g + (zero + start) * gn, tq, j, gn, live, False, TAIL, F2, DV, V1, V2, PREC)
+            dm, _ = add_gradient(dm, dm, g + (zero + start) * gn, tq, j, gn, live, False, TAIL, F, V, PREC)
         # the last product of the iteration
         if SETTLE and KEYS:
             sv = (settled(sv[0]), sv[1])
         elif SETTLE:
             sums = settled(sums)
-    total = (end_total(sq, dtype, F1, F2, ALL), end_total(sk, dtype, F1, F2, KEYS), end_total(sv, dtype, V1, V2, KEYS))
+    total = (end_total(sq, dtype, F, ALL), end_total(sk, dtype, F, KEYS), end_total(sv, dtype, V, KEYS))
     if SUMS == 2:
-        total = (end_together(sums, rq, 0, F2), end_together(sums, rk, 1, F2), end_together(sums, rv, 2, V2))
-    return end_moments(m, ORDER, F2), total, end(dm, V2, GRAD)
+        total = (end_together(sums, rq, 0, F), end_together(sums, rk, 1, F), end_together(sums, rv, 2, V))
+    return end_moments(m, ORDER, F), total, end(dm, V, GRAD)
 
 
 @triton.jit
 def gradient_sums(
-    q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q, g, qn, gn, lo, hi, SUMS: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr
+):
     """Return the sums of `sum_gradient` before `outer4_end` and `end_total`."""
-    TAIL: tl.constexpr = F2 > 0 and V2 > 0 and F1 >= 64 and V1 >= 64
-    dm = begin(V1, V2, F1, F2, True, False, TAIL)
-    sg = begin_total(q.dtype.element_ty, BN, V1, V2, SUMS)
+    TAIL: tl.constexpr = F.D2 > 0 and V.D2 > 0 and F.D1 >= 64 and V.D1 >= 64
+    dm = begin(V, F, True, False, TAIL)
+    sg = begin_total(q.dtype.element_ty, BN, V, SUMS)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
     for start in range(lo, hi[0], BN):
         live = alive(start + i, hi)
-        tq = load_rows(q + (zero + start) * qn, i, qn, live, D, F1, F2, False)
-        dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F2, DV, V1, V2, PREC)
-        if SUMS and (F2 > 0 or V2 > 0) and q.dtype.element_ty != tl.float32:
+        tq = load_rows(q + (zero + start) * qn, i, qn, live, F, False)
+        dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F, V, PREC)
+        if SUMS and (F.D2 > 0 or V.D2 > 0) and q.dtype.element_ty != tl.float32:
             sg = (settled(sg[0]), sg[1])
     return dm, sg
 
 
 @triton.jit
 def sum_gradient(
-    q, g, qn, gn, lo, hi, SUMS: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    q, g, qn, gn, lo, hi, SUMS: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr
+):
     """Return dM' [V, F] and sum g [V] over tokens lo..hi."""
-    dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
-    return end(dm, V2, True), end_total(sg, q.dtype.element_ty, V1, V2, SUMS)
+    dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, F, V, BN, PREC)
+    return end(dm, V, True), end_total(sg, q.dtype.element_ty, V, SUMS)

@@ -32,37 +32,37 @@ def column(x, dtype: tl.constexpr, EXACT: tl.constexpr = False):
 
 
 @triton.jit
-def columns(x, dtype: tl.constexpr, D2: tl.constexpr, EXACT: tl.constexpr = False):
+def columns(x, dtype: tl.constexpr, W: tl.constexpr, EXACT: tl.constexpr = False):
     """Return `column` of both parts of a vector, or the vector; dtype: of the features in the product."""
     out = x
     if dtype == tl.bfloat16:
         c1 = column(x[0], dtype, EXACT)
         c2 = c1
-        if D2 > 0:
+        if W.D2 > 0:
             c2 = column(x[1], dtype, EXACT)
         out = (c1, c2)
     return out
 
 
 @triton.jit
-def times_vector(x, c, D2: tl.constexpr):
+def times_vector(x, c, W: tl.constexpr):
     """Return the product of each token of a tile with the vector of `columns`, [BN] in float32."""
     if x[0].dtype == tl.bfloat16:
         y = tl.dot(x[0], c[0])
-        if D2 > 0:
+        if W.D2 > 0:
             y = tl.dot(x[1], c[1], y)
         out = tl.sum(y, 1)
     else:
-        out = rowdot(x, as_row(c), D2)
+        out = rowdot(x, as_row(c), W)
     return out
 
 
 @triton.jit
-def common_row(x, dtype: tl.constexpr, D2: tl.constexpr):
+def common_row(x, dtype: tl.constexpr, W: tl.constexpr):
     """Return a vector for `add_common`: as rows of a matrix, where tokens have its exponents."""
     out = x
     if dtype == tl.bfloat16:
-        c1, c2 = columns(x, dtype, D2)
+        c1, c2 = columns(x, dtype, W)
         out = (tl.trans(c1), tl.trans(c2))
     return out
 
@@ -78,12 +78,12 @@ def row_block(ptr, D, C0: tl.constexpr, CN: tl.constexpr):
 
 
 @triton.jit
-def stored_row(ptr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+def stored_row(ptr, W: tl.constexpr):
     """`common_row` in bfloat16 of a vector in memory: no thread has more of it than its part of the matrix."""
-    x1 = row_block(ptr, D, 0, D1)
+    x1 = row_block(ptr, W.D, 0, W.D1)
     x2 = x1
-    if D2 > 0:
-        x2 = row_block(ptr, D, D1, D2)
+    if W.D2 > 0:
+        x2 = row_block(ptr, W.D, W.D1, W.D2)
     return x1, x2
 
 
@@ -97,17 +97,17 @@ def ones_tile(ptr, BN: tl.constexpr):
 
 
 @triton.jit
-def add_common(acc, x, ones, D2: tl.constexpr):
+def add_common(acc, x, ones, W: tl.constexpr):
     """acc + the vector of `common_row` for every token of a tile; as a product with `ones_tile` it holds no registers
     between tiles."""
     o1, o2 = acc
     if x[0].dtype == tl.bfloat16:
         o1 = tl.dot(ones, x[0], o1)  # rows of a matrix beyond the two are zero
-        if D2 > 0:
+        if W.D2 > 0:
             o2 = tl.dot(ones, x[1], o2)
     else:
         o1 = o1 + x[0][None, :]
-        if D2 > 0:
+        if W.D2 > 0:
             o2 = o2 + x[1][None, :]
     return o1, o2
 
@@ -133,12 +133,12 @@ def reciprocal(den, live, dtype: tl.constexpr):
 
 
 @triton.jit
-def begin_pairs(BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+def begin_pairs(BN: tl.constexpr, W: tl.constexpr):
     """Return the accumulator of `add_pairs`."""
     x2 = tl.zeros([1], tl.float32)
-    if D2 > 0:
-        x2 = tl.zeros([BN // 16, 8, D2], tl.float32)
-    return tl.zeros([BN // 16, 8, D1], tl.float32), x2
+    if W.D2 > 0:
+        x2 = tl.full([BN // 16, 8, W.D2], 0.0, tl.float32)
+    return tl.full([BN // 16, 8, W.D1], 0.0, tl.float32), x2
 
 
 @triton.jit
@@ -148,9 +148,9 @@ def pairs(x):
 
 
 @triton.jit
-def add_pairs(s, w, x, D2: tl.constexpr):
+def add_pairs(s, w, x, W: tl.constexpr):
     """Return s + w x for a tile of tokens x and a number w of each: their sum without an exchange of threads."""
-    if D2 > 0:
+    if W.D2 > 0:
         out = (add_pair(s[0], w, x[0]), add_pair(s[1], w, x[1]))
     else:
         out = (s[0] + pairs(x[0] * w[:, None]), s[1])
@@ -172,12 +172,12 @@ def add_pair(s, w, x):
 
 
 @triton.jit
-def end_pairs(s, D1: tl.constexpr, D2: tl.constexpr):
+def end_pairs(s, W: tl.constexpr):
     """Return the vector that `add_pairs` summed, or s if it is that."""
     out = s
     if len(s[0].shape) > 1:
-        s2 = zeros2(D1, D2)[1]
-        if D2 > 0:
+        s2 = zeros2(W)[1]
+        if W.D2 > 0:
             s2 = tl.sum(tl.sum(s[1], 1), 0)
         out = (tl.sum(tl.sum(s[0], 1), 0), s2)
     return out

@@ -14,23 +14,23 @@ from ..tiles import axpy2, load4, load_block, load_vec, rowdot, store_rows, stor
 
 
 @triton.jit
-def rows_of(ptr, r, BR: tl.constexpr, A, B, B1: tl.constexpr, B2: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr):
+def rows_of(ptr, r, BR: tl.constexpr, A, B: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr):
     """Rows r..r+BR of an [A, B] matrix with strides (SA, SB) as a pair, zero outside."""
     i = r + tl.arange(0, BR)
-    j = tl.arange(0, B1)
-    x1 = tl.load(ptr + i[:, None] * SA + j[None, :] * SB, mask=(i < A)[:, None] & (j < B)[None, :], other=0.0)
+    j = tl.arange(0, B.D1)
+    x1 = tl.load(ptr + i[:, None] * SA + j[None, :] * SB, mask=(i < A)[:, None] & (j < B.D)[None, :], other=0.0)
     x2 = x1
-    if B2 > 0:
-        j2 = B1 + tl.arange(0, B2)
-        x2 = tl.load(ptr + i[:, None] * SA + j2[None, :] * SB, mask=(i < A)[:, None] & (j2 < B)[None, :], other=0.0)
+    if B.D2 > 0:
+        j2 = B.D1 + tl.arange(0, B.D2)
+        x2 = tl.load(ptr + i[:, None] * SA + j2[None, :] * SB, mask=(i < A)[:, None] & (j2 < B.D)[None, :], other=0.0)
     return x1, x2
 
 
 @triton.jit
-def put_rows(ptr, r, BR: tl.constexpr, A, B, B1: tl.constexpr, B2: tl.constexpr, x):
+def put_rows(ptr, r, BR: tl.constexpr, A, B: tl.constexpr, x):
     """Write a pair to rows r..r+BR of a contiguous [A, B] matrix."""
     i = r + tl.arange(0, BR)
-    store_rows(ptr, i, B, i < A, x, B, B1, B2)
+    store_rows(ptr, i, B.D, i < A, x, B)
 
 
 @triton.jit
@@ -41,184 +41,178 @@ def vec(ptr, r, BR: tl.constexpr, A):
 
 
 @triton.jit
-def times(x, m, BR: tl.constexpr, K2: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, MID: tl.constexpr):
+def times(x, m, BR: tl.constexpr, K: tl.constexpr, B: tl.constexpr, MID: tl.constexpr):
     """Return x m for a block of rows and a matrix of four blocks."""
-    return plus_times(zero_rows(BR, B1, B2), x, m, K2, B2, MID)
+    return plus_times(zero_rows(BR, B), x, m, K, B, MID)
 
 
 @triton.jit
-def plus_times(acc, x, m, K2: tl.constexpr, B2: tl.constexpr, MID: tl.constexpr):
+def plus_times(acc, x, m, K: tl.constexpr, B: tl.constexpr, MID: tl.constexpr):
     """Return acc + x m, the narrow columns first.
 
     All products of a kernel use the warp layout of the last one. Triton spreads warps along columns only if a product
     has more columns than rows; otherwise each warp would multiply the same 16 rows.
     """
     o2 = acc[1]
-    if B2 > 0:
+    if B.D2 > 0:
         o2 = tl.dot(x[0], m[1], o2, input_precision=MID)
-        if K2 > 0:
+        if K.D2 > 0:
             o2 = tl.dot(x[1], m[3], o2, input_precision=MID)
     o1 = tl.dot(x[0], m[0], acc[0], input_precision=MID)
-    if K2 > 0:
+    if K.D2 > 0:
         o1 = tl.dot(x[1], m[2], o1, input_precision=MID)
     return o1, o2
 
 
 @triton.jit
 def plus_times_late(
-    acc, x, ptr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, B1: tl.constexpr,
-    B2: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr, MID: tl.constexpr,
-):  # fmt: skip
+    acc, x, ptr, A: tl.constexpr, B: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr, MID: tl.constexpr
+):
     """`plus_times` of the matrix of `load4`, each block of which is loaded when the one before it is done with."""
     o2 = acc[1]
-    if B2 > 0:
-        o2 = tl.dot(x[0], load_block(ptr, 0, A1, B1, B2, A, B, SA, SB), o2, input_precision=MID)
-        if A2 > 0:
-            o2 = tl.dot(x[1], load_block(ptr, A1, A2, B1, B2, A, B, SA, SB), o2, input_precision=MID)
-    o1 = tl.dot(x[0], load_block(ptr, 0, A1, 0, B1, A, B, SA, SB), acc[0], input_precision=MID)
-    if A2 > 0:
-        o1 = tl.dot(x[1], load_block(ptr, A1, A2, 0, B1, A, B, SA, SB), o1, input_precision=MID)
+    if B.D2 > 0:
+        o2 = tl.dot(x[0], load_block(ptr, 0, A.D1, B.D1, B.D2, A.D, B.D, SA, SB), o2, input_precision=MID)
+        if A.D2 > 0:
+            o2 = tl.dot(x[1], load_block(ptr, A.D1, A.D2, B.D1, B.D2, A.D, B.D, SA, SB), o2, input_precision=MID)
+    o1 = tl.dot(x[0], load_block(ptr, 0, A.D1, 0, B.D1, A.D, B.D, SA, SB), acc[0], input_precision=MID)
+    if A.D2 > 0:
+        o1 = tl.dot(x[1], load_block(ptr, A.D1, A.D2, 0, B.D1, A.D, B.D, SA, SB), o1, input_precision=MID)
     return o1, o2
 
 
 @triton.jit
-def load_symmetric(ptr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr):
+def load_symmetric(ptr, A: tl.constexpr):
     """Load a symmetric [A, A] matrix as the right factor of a tf32 product, along the rows of its transpose, the layout
     that tensor cores require in shared memory."""
-    return load4(ptr, A, A1, A2, A, A1, A2, 1, A)
+    return load4(ptr, A, A, 1, A.D)
 
 
 @triton.jit
-def dot_rows(x, y, D2: tl.constexpr):
+def dot_rows(x, y, W: tl.constexpr):
     """Return x y for a block of rows x and a vector y: [BR]."""
-    return rowdot(x, as_row(y), D2)
+    return rowdot(x, as_row(y), W)
 
 
 @triton.jit
-def plus_rank1(x, a, y, D2: tl.constexpr):
+def plus_rank1(x, a, y, W: tl.constexpr):
     """Return x + a y' for a block of rows x, a [BR] and a vector y."""
-    return axpy2(x, a[:, None], as_row(y), D2)
+    return axpy2(x, a[:, None], as_row(y), W)
 
 
 @triton.jit
-def mul2(x, c, D2: tl.constexpr):
+def mul2(x, c, W: tl.constexpr):
     """Return c x."""
     x2 = x[1]
-    if D2 > 0:
+    if W.D2 > 0:
         x2 = c * x[1]
     return c * x[0], x2
 
 
 @triton.jit
-def state_anchor(s, n, OFF: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
+def state_anchor(s, n, OFF: tl.constexpr, V: tl.constexpr):
     """Return the vector a of `algebra.anchor`, which a state keeps with the mean value added."""
-    return axpy2(load_vec(s + OFF[9], DV, V1, V2), -1.0 / n, load_vec(s + OFF[7], DV, V1, V2), V2)
+    return axpy2(load_vec(s + OFF[9], V), -1.0 / n, load_vec(s + OFF[7], V), V)
 
 
 @triton.jit
-def moment_anchor(
-    s, scale, ORDER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-):  # fmt: skip
+def moment_anchor(s, scale, ORDER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """`algebra.anchor` of the moments of a state (normalised, so not centred)."""
-    sums = (load_vec(s + OFF[5], FD, F1, F2), load_vec(s + OFF[6], FD, F1, F2))
+    sums = (load_vec(s + OFF[5], F), load_vec(s + OFF[6], F))
     MOMENT: tl.constexpr = OFF[2] if ORDER == 2 else OFF[0]
-    m = load4(s + MOMENT, FD, F1, F2, DV, V1, V2, DV, 1)
-    return anchor((m, m, m), mul2(sums[1], scale, F2), mul2(sums[0], scale, F2), sums, ORDER, F1, F2, V1, V2)
+    m = load4(s + MOMENT, F, V, V.D, 1)
+    return anchor((m, m, m), mul2(sums[1], scale, F), mul2(sums[0], scale, F), sums, ORDER, F, V)
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle(
-    state, matrix, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, FD: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, ANCHORED: tl.constexpr,
+    state, matrix, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    OFF: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """matrix [B * H, F, V] = M and, when normalised, m1 into the state; the anchor too unless ANCHORED."""
-    BLOCKS: tl.constexpr = (FD + BR - 1) // BR
+    BLOCKS: tl.constexpr = (F.D + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
     r = (tl.program_id(0) % BLOCKS) * BR
     s = state + head * K
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     if ORDER == 2 and NORM and not ANCHORED:  # first: it reads the matrix that is multiplied
-        a = moment_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
+        a = moment_anchor(s, scale, ORDER, OFF, F, V)
     if ORDER == 1:
-        m = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
+        m = rows_of(s + OFF[0], r, BR, F.D, V, V.D, 1)
     elif ORDER == 2:
-        t = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
-        m = times(t, load4(s + OFF[2], FD, F1, F2, DV, V1, V2, DV, 1), BR, F2, V1, V2, MID)
+        t = rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1)
+        m = times(t, load4(s + OFF[2], F, V, V.D, 1), BR, F, V, MID)
     else:
         if ORDER == 3:
-            t = rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, FD, 1)
+            t = rows_of(s + OFF[3], r, BR, F.D, F, F.D, 1)
         else:
-            si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
-            t = times(si, load_symmetric(s + OFF[4], FD, F1, F2), BR, F2, F1, F2, MID)
+            si = rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1)
+            t = times(si, load_symmetric(s + OFF[4], F), BR, F, F, MID)
             if ORDER == 5:
-                t = axpy2(mul2(t, c4, F2), c3, rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, FD, 1), F2)
-        m = times(t, load4(s + OFF[0], FD, F1, F2, DV, V1, V2, DV, 1), BR, F2, V1, V2, MID)
+                t = axpy2(mul2(t, c4, F), c3, rows_of(s + OFF[3], r, BR, F.D, F, F.D, 1), F)
+        m = times(t, load4(s + OFF[0], F, V, V.D, 1), BR, F, V, MID)
         if ORDER == 5:
-            m = axpy2(m, c2, times(si, load4(s + OFF[2], FD, F1, F2, DV, V1, V2, DV, 1), BR, F2, V1, V2, MID), V2)
-            m = axpy2(m, c1, rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1), V2)
+            m = axpy2(m, c2, times(si, load4(s + OFF[2], F, V, V.D, 1), BR, F, V, MID), V)
+            m = axpy2(m, c1, rows_of(s + OFF[0], r, BR, F.D, V, V.D, 1), V)
     i = r + tl.arange(0, BR)
     if NORM:
         m1 = tl.zeros([BR], tl.float32)
         if ORDER == 2:
-            m1 = scale * dot_rows(t, load_vec(s + OFF[5], FD, F1, F2), F2)
+            m1 = scale * dot_rows(t, load_vec(s + OFF[5], F), F)
         if ORDER >= 3:
-            m1 = scale * dot_rows(t, load_vec(s + OFF[6], FD, F1, F2), F2)
+            m1 = scale * dot_rows(t, load_vec(s + OFF[6], F), F)
         if ORDER == 1 or ORDER == 5:
-            m1 += scale * c1 * vec(s + OFF[6], r, BR, FD)
+            m1 += scale * c1 * vec(s + OFF[6], r, BR, F.D)
         if ORDER == 5:
-            m1 += scale * c2 * dot_rows(si, load_vec(s + OFF[5], FD, F1, F2), F2)
-        tl.store(s + OFF[8] + i, m1, mask=i < FD)
+            m1 += scale * c2 * dot_rows(si, load_vec(s + OFF[5], F), F)
+        tl.store(s + OFF[8] + i, m1, mask=i < F.D)
         if ANCHORED:
-            a = state_anchor(s, n, OFF, DV, V1, V2)
+            a = state_anchor(s, n, OFF, V)
         else:
             if ORDER != 2:
-                a = moment_anchor(s, scale, ORDER, OFF, FD, F1, F2, DV, V1, V2)
+                a = moment_anchor(s, scale, ORDER, OFF, F, V)
             if r == 0:
-                vbar = load_vec(s + OFF[7], DV, V1, V2)
-                store_vec(s + OFF[9], axpy2(a, 1.0 / n, vbar, V2), DV, V1, V2)
-        m = plus_rank1(m, -m1, a, V2)
-    put_rows(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, m)
+                vbar = load_vec(s + OFF[7], V)
+                store_vec(s + OFF[9], axpy2(a, 1.0 / n, vbar, V), V)
+        m = plus_rank1(m, -m1, a, V)
+    put_rows(matrix + head * F.D * V.D, r, BR, F.D, V, m)
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_value(
     state, grads, weights, rows, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
-    KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over V: WP' = s (c1 dM' + c3 dM' R + c4 dM' S W), WC' = s c2 dM' S, and the row of dv."""
-    BLOCKS: tl.constexpr = (DV + BR - 1) // BR
+    BLOCKS: tl.constexpr = (V.D + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
     r = (tl.program_id(0) % BLOCKS) * BR
     s = state + head * K
     g = grads + head * KG
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
-    x = rows_of(g, r, BR, DV, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)  # dM'_i
+    x = rows_of(g, r, BR, V.D, F, 1 if TURNED else F.D, V.D if TURNED else 1)  # dM'_i
     if CENTER == 2:
-        x = plus_rank1(x, vec(g + DV * FD + FD, r, BR, DV) * (-1.0 / n), load_vec(s + OFF[5], FD, F1, F2), F2)
+        x = plus_rank1(x, vec(g + V.D * F.D + F.D, r, BR, V.D) * (-1.0 / n), load_vec(s + OFF[5], F), F)
     w = weights + head * KW
     row = tl.zeros([BR], tl.float32)
     wp = x
     if ORDER == 2 or ORDER >= 4:
-        y = times(x, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, MID)
+        y = times(x, load_symmetric(s + OFF[1], F), BR, F, F, MID)
         if ORDER == 2 or ORDER == 5:
-            put_rows(w + WOFF[2], r, BR, DV, FD, F1, F2, mul2(y, scale * c2, F2))
+            put_rows(w + WOFF[2], r, BR, V.D, F, mul2(y, scale * c2, F))
         if ORDER >= 4:
-            wp = times(y, load_symmetric(s + OFF[4], FD, F1, F2), BR, F2, F1, F2, MID)
+            wp = times(y, load_symmetric(s + OFF[4], F), BR, F, F, MID)
     if ORDER == 3 or ORDER == 5:
-        z = times(x, load4(s + OFF[3], FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
+        z = times(x, load4(s + OFF[3], F, F, F.D, 1), BR, F, F, MID)
         if ORDER == 3:
             wp = z
         else:
-            wp = axpy2(axpy2(mul2(x, c1, F2), c3, z, F2), c4, wp, F2)
+            wp = axpy2(axpy2(mul2(x, c1, F), c3, z, F), c4, wp, F)
     if ORDER != 2:
-        put_rows(w + WOFF[0], r, BR, DV, FD, F1, F2, mul2(wp, scale, F2))
+        put_rows(w + WOFF[0], r, BR, V.D, F, mul2(wp, scale, F))
     if MEAN:
-        row = vec(g + DV * FD + FD, r, BR, DV) / n
+        row = vec(g + V.D * F.D + F.D, r, BR, V.D) / n
     i = r + tl.arange(0, BR)
-    tl.store(rows + head * (2 * FD + DV) + 2 * FD + i, row, mask=i < DV)
+    tl.store(rows + head * (2 * F.D + V.D) + 2 * F.D + i, row, mask=i < V.D)

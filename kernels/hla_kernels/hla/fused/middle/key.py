@@ -22,40 +22,36 @@ from . import (
 
 @triton.jit
 def ones_grads(
-    g, s, r, scale, NORM: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
+    g, s, r, scale, NORM: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr
+):
     """Return (d1, d1_i, p1_i, q1, q1_i): the gradient of m1, and P and C of v = 1; _i are rows r..r+BR."""
-    d1 = zeros2(F1, F2)
+    d1 = zeros2(F)
     d1i = tl.zeros([BR], tl.float32)
     p1i = d1i
     q1 = d1
     q1i = d1i
     if NORM:
-        d1 = load_vec(g + DV * FD, FD, F1, F2)
-        d1i = vec(g + DV * FD, r, BR, FD)
-        p1i = scale * vec(s + OFF[6], r, BR, FD)
-        q1 = mul2(load_vec(s + OFF[5], FD, F1, F2), scale, F2)
-        q1i = scale * vec(s + OFF[5], r, BR, FD)
+        d1 = load_vec(g + V.D * F.D, F)
+        d1i = vec(g + V.D * F.D, r, BR, F.D)
+        p1i = scale * vec(s + OFF[6], r, BR, F.D)
+        q1 = mul2(load_vec(s + OFF[5], F), scale, F)
+        q1i = scale * vec(s + OFF[5], r, BR, F.D)
     return d1, d1i, p1i, q1, q1i
 
 
 @triton.jit
-def dot_columns(
-    ptr, x, r, BR: tl.constexpr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr,
-    HALF: tl.constexpr,
-):
+def dot_columns(ptr, x, r, BR: tl.constexpr, A: tl.constexpr, B: tl.constexpr, HALF: tl.constexpr):
     """Elements r..r+BR of x'm for a contiguous [A, B] matrix m, read along its rows; HALF: of m as `cast_weights`
     rounds it to float16, whatever the unit."""
     j = r + tl.arange(0, BR)
-    i = tl.arange(0, A1)
-    m1 = tl.load(ptr + i[:, None] * B + j[None, :], mask=(i < A)[:, None] & (j < B)[None, :], other=0.0)
+    i = tl.arange(0, A.D1)
+    m1 = tl.load(ptr + i[:, None] * B + j[None, :], mask=(i < A.D)[:, None] & (j < B)[None, :], other=0.0)
     if HALF:
         m1 = rounded(m1)
     out = tl.sum(m1 * x[0][:, None], 0)
-    if A2 > 0:
-        i2 = A1 + tl.arange(0, A2)
-        m2 = tl.load(ptr + i2[:, None] * B + j[None, :], mask=(i2 < A)[:, None] & (j < B)[None, :], other=0.0)
+    if A.D2 > 0:
+        i2 = A.D1 + tl.arange(0, A.D2)
+        m2 = tl.load(ptr + i2[:, None] * B + j[None, :], mask=(i2 < A.D)[:, None] & (j < B)[None, :], other=0.0)
         if HALF:
             m2 = rounded(m2)
         out += tl.sum(m2 * x[1][:, None], 0)
@@ -72,107 +68,103 @@ def rounded(x):
 @triton.jit
 def token_rows(
     s, g, w, mi, d1, d1i, r, n, scale, c, NORM: tl.constexpr, CENTER: tl.constexpr, ORDER: tl.constexpr,
-    OFF: tl.constexpr, WOFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, HALF: tl.constexpr,
+    OFF: tl.constexpr, WOFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Elements r..r+BR of the rows of dq and dk that come from the column of ones, less what WC' and WP' give the mean
     value as products read them, and from the row of the read-out."""
     row_q = tl.zeros([BR], tl.float32)
     row_k = tl.zeros([BR], tl.float32)
     if CENTER == 2:
-        row_q -= dot_rows(mi, load_vec(g + DV * FD + FD, DV, V1, V2), V2) / n
+        row_q -= dot_rows(mi, load_vec(g + V.D * F.D + F.D, V), V) / n
     if NORM:
         if CENTER <= 1 and (ORDER == 2 or ORDER == 5):
-            row_q += scale * c[1] * dot_rows(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), d1, F2)
+            row_q += scale * c[1] * dot_rows(rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1), d1, F)
         if CENTER == 0 and (ORDER == 1 or ORDER == 5):
             row_k += scale * c[0] * d1i
         if CENTER == 0 and (ORDER == 3 or ORDER == 5):
-            row_k += scale * c[2] * dot_columns(s + OFF[3], d1, r, BR, FD, F1, F2, FD, False)
+            row_k += scale * c[2] * dot_columns(s + OFF[3], d1, r, BR, F, F.D, False)
         if CENTER == 0 and ORDER >= 4:
-            sd = vecmat(d1, load_symmetric(s + OFF[1], FD, F1, F2), F2, F2)
-            row_k += scale * c[3] * dot_rows(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), sd, F2)
-        total = load_vec(s + OFF[7], DV, V1, V2)
+            sd = vecmat(d1, load_symmetric(s + OFF[1], F), F, F)
+            row_k += scale * c[3] * dot_rows(rows_of(s + OFF[4], r, BR, F.D, F, F.D, 1), sd, F)
+        total = load_vec(s + OFF[7], V)
         if ORDER == 2 or ORDER == 5:
-            row_q -= dot_columns(w + WOFF[2], total, r, BR, DV, V1, V2, FD, HALF) / n
+            row_q -= dot_columns(w + WOFF[2], total, r, BR, V, F.D, HALF) / n
         if ORDER != 2:
-            row_k -= dot_columns(w + WOFF[0], total, r, BR, DV, V1, V2, FD, HALF) / n
+            row_k -= dot_columns(w + WOFF[0], total, r, BR, V, F.D, HALF) / n
     return row_q, row_k
 
 
 @triton.jit
 def readout_rows(
-    s, g, r, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, BR: tl.constexpr, TURNED: tl.constexpr,
+    s, g, r, n, CENTER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows r..r+BR of dM. TURNED: dM [F, V] is stored, not dM' [V, F]."""
-    x = rows_of(g, r, BR, FD, DV, V1, V2, DV if TURNED else 1, 1 if TURNED else FD)
+    x = rows_of(g, r, BR, F.D, V, V.D if TURNED else 1, 1 if TURNED else F.D)
     if CENTER == 2:
-        sg = mul2(load_vec(g + DV * FD + FD, DV, V1, V2), -1.0 / n, V2)
-        x = plus_rank1(x, vec(s + OFF[5], r, BR, FD), sg, V2)
+        sg = mul2(load_vec(g + V.D * F.D + F.D, V), -1.0 / n, V)
+        x = plus_rank1(x, vec(s + OFF[5], r, BR, F.D), sg, V)
     return x
 
 
 @triton.jit
 def readout_whole(
-    s, g, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
+    s, g, n, CENTER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, TURNED: tl.constexpr
+):
     """Return the full dM'."""
-    dmt = load4(g, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
+    dmt = load4(g, V, F, 1 if TURNED else F.D, V.D if TURNED else 1)
     if CENTER == 2:
-        sg = mul2(load_vec(g + DV * FD + FD, DV, V1, V2), -1.0 / n, V2)
-        dmt = rank1(dmt, sg, load_vec(s + OFF[5], FD, F1, F2), V2, F2)
+        sg = mul2(load_vec(g + V.D * F.D + F.D, V), -1.0 / n, V)
+        dmt = rank1(dmt, sg, load_vec(s + OFF[5], F), V, F)
     return dmt
 
 
 @triton.jit
 def times_readout(
-    a, s, g, r, ai, dmt, n, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
-    TURNED: tl.constexpr,
+    a, s, g, r, ai, dmt, n, CENTER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
+    MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows r..r+BR of A dM' for a moment A [F, V] in memory, ai its rows; dM' as `readout_whole` gives it."""
-    SV: tl.constexpr = 1 if TURNED else FD
-    SF: tl.constexpr = DV if TURNED else 1
-    if V2 >= 64 and CENTER < 2:
-        out = plus_times_late(zero_rows(BR, F1, F2), ai, g, DV, V1, V2, FD, F1, F2, SV, SF, MID)
+    SV: tl.constexpr = 1 if TURNED else F.D
+    SF: tl.constexpr = V.D if TURNED else 1
+    if V.D2 >= 64 and CENTER < 2:
+        out = plus_times_late(zero_rows(BR, F), ai, g, V, F, SV, SF, MID)
     else:
-        out = times(ai, dmt, BR, V2, F1, F2, MID)
+        out = times(ai, dmt, BR, V, F, MID)
     return out
 
 
 @triton.jit
 def query_moment_grad(
-    s, g, r, n, scale, NORM: tl.constexpr, CENTER: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
-    TURNED: tl.constexpr,
+    s, g, r, n, scale, NORM: tl.constexpr, CENTER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows of C dM' and of C dM' + dM C'."""
-    ci = rows_of(s + OFF[2], r, BR, FD, DV, V1, V2, DV, 1)
-    dmt = readout_whole(s, g, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, TURNED)
-    ct = times_readout(s + OFF[2], s, g, r, ci, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, TURNED)
-    x = readout_rows(s, g, r, n, CENTER, OFF, FD, DV, V1, V2, BR, TURNED)
-    if V2 < 64:
-        y = plus_times(ct, x, load4(s + OFF[2], DV, V1, V2, FD, F1, F2, 1, DV), V2, F2, MID)
+    ci = rows_of(s + OFF[2], r, BR, F.D, V, V.D, 1)
+    dmt = readout_whole(s, g, n, CENTER, OFF, F, V, TURNED)
+    ct = times_readout(s + OFF[2], s, g, r, ci, dmt, n, CENTER, OFF, F, V, BR, MID, TURNED)
+    x = readout_rows(s, g, r, n, CENTER, OFF, F, V, BR, TURNED)
+    if V.D2 < 64:
+        y = plus_times(ct, x, load4(s + OFF[2], V, F, 1, V.D), V, F, MID)
     else:
-        y = plus_times_late(ct, x, s + OFF[2], DV, V1, V2, FD, F1, F2, 1, DV, MID)
-    d1, d1i, _, q1, q1i = ones_grads(g, s, r, scale, NORM, OFF, FD, F1, F2, DV, BR)
-    ct = plus_rank1(ct, q1i, d1, F2)
-    y = plus_rank1(plus_rank1(y, q1i, d1, F2), d1i, q1, F2)
+        y = plus_times_late(ct, x, s + OFF[2], V, F, 1, V.D, MID)
+    d1, d1i, _, q1, q1i = ones_grads(g, s, r, scale, NORM, OFF, F, V, BR)
+    ct = plus_rank1(ct, q1i, d1, F)
+    y = plus_rank1(plus_rank1(y, q1i, d1, F), d1i, q1, F)
     return ct, y
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_key(
     state, grads, weights, rows, coefficients, dcoefficients, matrix, cross, N, H, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
-    KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """Rows over F, after `middle_grads_value`: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross
     [B * H, F, F], float32) where `middle_grads_pair` follows. HALF: products with float16 tokens read the weights and
     the operator as they are here."""
-    BLOCKS: tl.constexpr = (FD + BR - 1) // BR
+    BLOCKS: tl.constexpr = (F.D + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
     r = (tl.program_id(0) % BLOCKS) * BR
@@ -181,85 +173,80 @@ def middle_grads_key(
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     w = weights + head * KW
     if ORDER == 2:
-        _, ds = query_moment_grad(s, g, r, n, scale, NORM, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, TURNED)
-        put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
+        _, ds = query_moment_grad(s, g, r, n, scale, NORM, CENTER, OFF, F, V, BR, MID, TURNED)
+        put_rows(w + WOFF[1], r, BR, F.D, F, mul2(ds, scale, F))
     if ORDER >= 3:
-        dmt = readout_whole(s, g, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, TURNED)
-        pi = rows_of(s + OFF[0], r, BR, FD, DV, V1, V2, DV, 1)
-        zt = times_readout(s + OFF[0], s, g, r, pi, dmt, n, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, TURNED)
-        x = readout_rows(s, g, r, n, CENTER, OFF, FD, DV, V1, V2, BR, TURNED)
-        d1, d1i, p1i, _, _ = ones_grads(g, s, r, scale, NORM, OFF, FD, F1, F2, DV, BR)
-        zt = plus_rank1(zt, p1i, d1, F2)
+        dmt = readout_whole(s, g, n, CENTER, OFF, F, V, TURNED)
+        pi = rows_of(s + OFF[0], r, BR, F.D, V, V.D, 1)
+        zt = times_readout(s + OFF[0], s, g, r, pi, dmt, n, CENTER, OFF, F, V, BR, MID, TURNED)
+        x = readout_rows(s, g, r, n, CENTER, OFF, F, V, BR, TURNED)
+        d1, d1i, p1i, _, _ = ones_grads(g, s, r, scale, NORM, OFF, F, V, BR)
+        zt = plus_rank1(zt, p1i, d1, F)
         if ORDER >= 4:
-            put_rows(cross + head * FD * FD, r, BR, FD, FD, F1, F2, zt)
+            put_rows(cross + head * F.D * F.D, r, BR, F.D, F, zt)
         if ORDER == 3 or ORDER == 5:
-            put_rows(w + WOFF[3], r, BR, FD, FD, F1, F2, mul2(zt, scale * c[2], F2))
+            put_rows(w + WOFF[3], r, BR, F.D, F, mul2(zt, scale * c[2], F))
         if dcoefficients is not None:
             p = dcoefficients + (head * BLOCKS + tl.program_id(0) % BLOCKS) * 4
-            tl.store(p, tl.sum(rowdot(pi, x, V2)) + tl.sum(p1i * d1i))
-            tl.store(p + 2, tl.sum(rowdot(rows_of(s + OFF[3], r, BR, FD, FD, F1, F2, 1, FD), zt, F2)))
-    mi = rows_of(matrix + head * FD * DV, r, BR, FD, DV, V1, V2, DV, 1)
+            tl.store(p, tl.sum(rowdot(pi, x, V)) + tl.sum(p1i * d1i))
+            tl.store(p + 2, tl.sum(rowdot(rows_of(s + OFF[3], r, BR, F.D, F, 1, F.D), zt, F)))
+    mi = rows_of(matrix + head * F.D * V.D, r, BR, F.D, V, V.D, 1)
     if HALF:
         mi = (rounded(mi[0]), rounded(mi[1]))
-    d1 = zeros2(F1, F2)
+    d1 = zeros2(F)
     d1i = tl.zeros([BR], tl.float32)
     if NORM:
-        d1 = load_vec(g + DV * FD, FD, F1, F2)
-        d1i = vec(g + DV * FD, r, BR, FD)
-    row_q, row_k = token_rows(
-        s, g, w, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, OFF, WOFF, FD, F1, F2, DV, V1, V2, BR, HALF
-    )
+        d1 = load_vec(g + V.D * F.D, F)
+        d1i = vec(g + V.D * F.D, r, BR, F.D)
+    row_q, row_k = token_rows(s, g, w, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, OFF, WOFF, F, V, BR, HALF)
     i = r + tl.arange(0, BR)
-    o = rows + head * (2 * FD + DV)
-    tl.store(o + i, row_q, mask=i < FD)
-    tl.store(o + FD + i, row_k, mask=i < FD)
+    o = rows + head * (2 * F.D + V.D)
+    tl.store(o + i, row_q, mask=i < F.D)
+    tl.store(o + F.D + i, row_k, mask=i < F.D)
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_pair(
     state, grads, weights, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr,
-    BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
+    CENTER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr,
+    KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over F of WS and WW for M = S W P, by two programs: s (W Z' + Z W) and s (Z' S + S Z), Z' = P dM' in
     `cross`.
 
     polynomial: c4 times these, plus c2 (C dM' + dM C') in WS. S and W are symmetric.
     """
-    BLOCKS: tl.constexpr = (FD + BR - 1) // BR
+    BLOCKS: tl.constexpr = (F.D + BR - 1) // BR
     block = (tl.program_id(0) // 2) % BLOCKS
     head = (tl.program_id(0) // (2 * BLOCKS)).to(tl.int64)
     n, scale = means(N, head, scale)
     r = block * BR
     s = state + head * K
     w = weights + head * KW
-    z = cross + head * FD * FD
+    z = cross + head * F.D * F.D
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     if tl.program_id(0) % 2 == 0:
-        zti = rows_of(z, r, BR, FD, FD, F1, F2, FD, 1)
-        dw = times(zti, load_symmetric(s + OFF[1], FD, F1, F2), BR, F2, F1, F2, MID)
+        zti = rows_of(z, r, BR, F.D, F, F.D, 1)
+        dw = times(zti, load_symmetric(s + OFF[1], F), BR, F, F, MID)
         if dcoefficients is not None:
-            e = rowdot(rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1), dw, F2)
+            e = rowdot(rows_of(s + OFF[4], r, BR, F.D, F, F.D, 1), dw, F)
             tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 3, tl.sum(e))
-        si = rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1)
-        dw = plus_times(dw, si, load4(z, FD, F1, F2, FD, F1, F2, 1, FD), F2, F2, MID)
-        put_rows(w + WOFF[4], r, BR, FD, FD, F1, F2, mul2(dw, scale * c[3], F2))
+        si = rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1)
+        dw = plus_times(dw, si, load4(z, F, F, 1, F.D), F, F, MID)
+        put_rows(w + WOFF[4], r, BR, F.D, F, mul2(dw, scale * c[3], F))
     else:
-        wi = rows_of(s + OFF[4], r, BR, FD, FD, F1, F2, FD, 1)
-        ds = times(wi, load4(z, FD, F1, F2, FD, F1, F2, FD, 1), BR, F2, F1, F2, MID)
-        zi = rows_of(z, r, BR, FD, FD, F1, F2, 1, FD)
-        ds = mul2(plus_times(ds, zi, load_symmetric(s + OFF[4], FD, F1, F2), F2, F2, MID), c[3], F2)
+        wi = rows_of(s + OFF[4], r, BR, F.D, F, F.D, 1)
+        ds = times(wi, load4(z, F, F, F.D, 1), BR, F, F, MID)
+        zi = rows_of(z, r, BR, F.D, F, 1, F.D)
+        ds = mul2(plus_times(ds, zi, load_symmetric(s + OFF[4], F), F, F, MID), c[3], F)
         if ORDER == 5:
             g = grads + head * KG
-            ct, y = query_moment_grad(
-                s, g, r, n, scale, NORM, CENTER, OFF, FD, F1, F2, DV, V1, V2, BR, MID, TURNED
-            )
+            ct, y = query_moment_grad(s, g, r, n, scale, NORM, CENTER, OFF, F, V, BR, MID, TURNED)
             if dcoefficients is not None:
-                e = rowdot(rows_of(s + OFF[1], r, BR, FD, FD, F1, F2, FD, 1), ct, F2)
+                e = rowdot(rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1), ct, F)
                 tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 1, tl.sum(e))
-            ds = axpy2(ds, c[1], y, F2)
-        put_rows(w + WOFF[1], r, BR, FD, FD, F1, F2, mul2(ds, scale, F2))
+            ds = axpy2(ds, c[1], y, F)
+        put_rows(w + WOFF[1], r, BR, F.D, F, mul2(ds, scale, F))
 
 
 @triton.jit(do_not_specialize=["B", "H", "BLOCKS"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec import Spec
+from ..spec import Spec, Width, Widths
 from .paths import PROGRAMS, cut, few_heads, narrow, plain
 
 AT_ONCE = {"DELAY": 0, "SLOTS": 1}  # of `heads.stagger`
@@ -28,44 +28,43 @@ def planned(batch_heads: int) -> int:
     return 64 if INVARIANT["on"] else batch_heads
 
 
-def head_config(direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+def head_config(direction: str, spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
     """Return the tiles of `head_forward` (BN sums, BO reads out) and `head_backward`."""
     if dtype == torch.float32:
         return {"BN": 32, "BO": 32, "num_stages": 2, "num_warps": 8}
     if direction == "backward":
-        return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] == 0 else 2}
+        return {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3 if w.F.D2 == 0 else 2}
     if spec.normalize:
-        return {"BN": 32 if w["F2"] > 0 else 64, "BO": 64, "num_warps": 4, "num_stages": 3}
-    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w["F2"] > 0 else 4}
+        return {"BN": 32 if w.F.D2 > 0 else 64, "BO": 64, "num_warps": 4, "num_stages": 3}
+    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w.F.D2 > 0 else 4}
 
 
-def reduce_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+def reduce_config(spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
     """Return the tiles of `reduce_moments`, and of `reduce_readout` without a normaliser."""
-    wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"])
     if dtype == torch.float32:
-        return {"BN": 16 if wide > 96 else 32, "num_warps": 8, "num_stages": 2}
-    if spec.op == "polynomial" and wide > 64 and plain(spec):
-        return {"BN": 64 if w["D"] == w["DV"] == 128 else 32, "num_warps": 4, "num_stages": 3}
+        return {"BN": 16 if w.wide > 96 else 32, "num_warps": 8, "num_stages": 2}
+    if spec.op == "polynomial" and w.wide > 64 and plain(spec):
+        return {"BN": 64 if w.F.D == w.V.D == 128 else 32, "num_warps": 4, "num_stages": 3}
     if spec.op == "polynomial" and narrow(w) and plain(spec):
         return {"BN": 32, "num_warps": 4, "num_stages": 4}
-    if wide > 80 or spec.op == "polynomial":  # of learned ones a tile is what tensor cores add up
-        return {"BN": 32 if wide <= 32 else 64, "num_warps": 8, "num_stages": 3}
-    full = wide > 64 and spec.op == "hla3" and spec.normalize  # three moments and three sums
-    return {"BN": 32 if wide > 64 else 64, "num_warps": 8 if full else 4, "num_stages": 3}
+    if w.wide > 80 or spec.op == "polynomial":  # of learned ones a tile is what tensor cores add up
+        return {"BN": 32 if w.wide <= 32 else 64, "num_warps": 8, "num_stages": 3}
+    full = w.wide > 64 and spec.op == "hla3" and spec.normalize  # three moments and three sums
+    return {"BN": 32 if w.wide > 64 else 64, "num_warps": 8 if full else 4, "num_stages": 3}
 
 
-def readout_config(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+def readout_config(spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
     """Return the tiles of `reduce_readout`."""
     if not spec.normalize or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
-    if spec.op == "polynomial" and w["F2"] > 0:
+    if spec.op == "polynomial" and w.F.D2 > 0:
         return query_config(w) | {"BN": 32}
     return query_config(w)
 
 
-def divides(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> bool:
+def divides(spec: Spec, w: Widths, dtype: torch.dtype) -> bool:
     """Whether the denominators of a ratio are computed in a separate pass, `loops.wide`."""
-    wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80 and dtype != torch.float32
+    wide = w.wide > 80 and dtype != torch.float32
     return spec.normalize and wide
 
 
@@ -74,49 +73,49 @@ def divide_config() -> dict[str, int]:
     return {"BN": 64, "num_warps": 4, "num_stages": 2}
 
 
-def halves(w: dict[str, int]) -> dict[str, int]:
-    """Return the widths of queries in `divide_grads`: 128 channels in two halves, with one in registers at a time."""
-    return {"F1": 64, "F2": 64} if w["F1"] == 128 else {}
+def in_halves(w: Width) -> Width:
+    """Return 128 channels as two halves, with one in registers at a time; other widths as they are."""
+    return Width(w.D, 64, 64) if w.D1 == 128 else w
 
 
-def first_at_once(w: dict[str, int], batch_heads: int, n: int) -> bool:
+def first_at_once(w: Widths, batch_heads: int, n: int) -> bool:
     """Whether one program runs the whole backward of a head for a ratio of first order (not at 72 channels, where it
     spills and is not faster than two launches)."""
     return narrow(w) and n <= 512 and not few_heads(batch_heads, n)
 
 
-def query_config(w: dict[str, int]) -> dict[str, int]:
+def query_config(w: Widths) -> dict[str, int]:
     """Return the tiles of `query_grads`."""
-    if max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80:
+    if w.wide > 80:
         return {"BN": 64, "num_warps": 8, "num_stages": 3}
     return {"BN": 64, "num_warps": 4, "num_stages": 3}
 
 
-def key_config(w: dict[str, int]) -> dict[str, int]:
+def key_config(w: Widths) -> dict[str, int]:
     """Return the tiles of `key_grads`."""
-    return {"BN": 64, "num_warps": 4, "num_stages": 2 if max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80 else 3}
+    return {"BN": 64, "num_warps": 4, "num_stages": 2 if w.wide > 80 else 3}
 
 
-def reduce_roles(spec: Spec, w: dict[str, int], dtype: torch.dtype) -> int:
+def reduce_roles(spec: Spec, w: Widths, dtype: torch.dtype) -> int:
     """Return the number of programs per part of `reduce_moments`: 2 or 5 if the moments of `polynomial` do not fit in
     the registers of one program."""
-    fits = w["F1"] + w["F2"] <= 64 and w["V1"] + w["V2"] <= 64
+    fits = w.F.padded <= 64 and w.V.padded <= 64
     if spec.op != "polynomial" or (fits and dtype == torch.bfloat16):
         return 1
-    wide = min(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
+    wide = min(w.F.padded, w.V.padded) > 80
     return 5 if wide and not spec.normalize and spec.ridge == 0 and dtype == torch.bfloat16 else 2
 
 
 def apply_config(
-    direction: str, spec: Spec, w: dict[str, int], dtype: torch.dtype, once: bool = False, grouped: bool = False
+    direction: str, spec: Spec, w: Widths, dtype: torch.dtype, once: bool = False, grouped: bool = False
 ) -> dict[str, int]:
     """Tiles of `apply` and `apply_grads`; `once`: many heads of the form of `mixed`, `grouped`: heads share keys, whose
     gradients are written in float32."""
     if once and narrow(w):
         return {"BN": 32, "num_warps": 4, "num_stages": 3, "ROLES": 1}
-    wide = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 64
+    wide = w.wide > 64
     if dtype == torch.float32:
-        fits = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) <= 96  # two weights of 128 do not fit in shared memory
+        fits = w.wide <= 96  # two weights of 128 do not fit in shared memory
         config = {"BN": 32 if fits or direction == "forward" else 16, "num_warps": 8, "num_stages": 1}
         if direction == "backward":
             # by default, ptxas uses 128 registers for the products of hla3
@@ -124,8 +123,8 @@ def apply_config(
         return config
     if direction == "forward":
         return {"BN": 64, "num_warps": 4, "num_stages": 3}
-    very = max(w["F1"] + w["F2"], w["V1"] + w["V2"]) > 80
-    third, whole = spec.op in ("hla3", "polynomial"), narrow(w) and w["F1"] == w["V1"] == 64
+    very = w.wide > 80
+    third, whole = spec.op in ("hla3", "polynomial"), narrow(w) and w.F.D1 == w.V.D1 == 64
     if very and spec.op == "polynomial":
         return {"BN": 32, "num_warps": 8, "num_stages": 3 if plain(spec) else 2, "ROLES": 2}
     once = plain(spec) and spec.op != "polynomial"
@@ -143,15 +142,15 @@ def apply_config(
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}
 
 
-def tiles_of_ones(spec: Spec, w: dict[str, int], rows_done: bool) -> str:
+def tiles_of_ones(spec: Spec, w: Widths, rows_done: bool) -> str:
     """TILED of `apply_grads`: with a tile of ones dq of hla2 of one block would have two programs a multiprocessor, not
     three; its dk and dv are faster with one where heads are short (then rows are done), without where they are long."""
-    if spec.op != "hla2" or w["F2"] > 0:
+    if spec.op != "hla2" or w.F.D2 > 0:
         return "all"
     return "keys" if rows_done else ""
 
 
-def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_heads: int) -> dict[str, str]:
+def precisions(spec: Spec, w: Widths, dtype: torch.dtype, n: int, batch_heads: int) -> dict[str, str]:
     """Return the precision of products. PREC: products of token tiles (without "ieee" for float32 tokens only); MID:
     of D x D matrices.
 
@@ -170,30 +169,28 @@ def precisions(spec: Spec, w: dict[str, int], dtype: torch.dtype, n: int, batch_
     return {"PREC": "tf32x3", "MID": mid}
 
 
-def middle_config(kernel: str, spec: Spec, w: dict[str, int], rows: int, batch_heads: int, mid: str) -> dict[str, int]:
+def middle_config(kernel: str, spec: Spec, w: Widths, rows: int, batch_heads: int, mid: str) -> dict[str, int]:
     """Return the rows per block and the warps of `middle` and of the "middle_grads" kernels: all rows of a head at once
     if the heads fill the GPU."""
-    tile = max(w["F1"], w["V1"])
+    tile = max(w.F.D1, w.V.D1)
     if mid in ("tf32x3", "ieee"):
         return {"BR": 16, "num_warps": 8, "num_stages": 1}
     if batch_heads >= PROGRAMS // 2 and tile <= 64:
         block = 128 if rows > 64 else tile
         return {"BR": block, "num_warps": 8 if block * tile > 4096 else 4, "num_stages": 1}
-    if w["F2"] + w["V2"] > 0:
+    if w.F.D2 + w.V.D2 > 0:
         return {"BR": 32, "num_warps": 4, "num_stages": 1}
     # left to itself an assembler spills for the sake of programs that are not there; the anchor and the product of hla2
     # read one matrix, which it may keep in registers
-    most = 168 if kernel == "middle" and spec.op == "hla2" and spec.normalize and w["F1"] > 64 else 128
+    most = 168 if kernel == "middle" and spec.op == "hla2" and spec.normalize and w.F.D1 > 64 else 128
     more = {} if spec.op == "polynomial" else {"maxnreg": most}
     return {"BR": 16, "num_warps": 8 if tile > 64 else 4, "num_stages": 1, **more}
 
 
-def middle_halves(spec: Spec, w: dict[str, int], mid: str) -> dict[str, int]:
-    """Return the widths in `middle_grads_key`: 128 channels in two halves if rows, their tf32 remainders and a full
+def middle_widths(spec: Spec, w: Widths, mid: str) -> Widths:
+    """Return the widths in `middle_grads_key`: `in_halves` where rows, their tf32 remainders and a full
     matrix do not fit in registers."""
-    if spec.op != "hla2" or mid != "tf32x3":
-        return {}
-    return {f"{x}{i}": 64 for x in "FV" if w[f"{x}1"] == 128 for i in (1, 2)}
+    return Widths(in_halves(w.F), in_halves(w.V)) if spec.op == "hla2" and mid == "tf32x3" else w
 
 
 def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
@@ -211,14 +208,14 @@ def query_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
     return reduce_parts(PROGRAMS // 2 if halves else batch_heads, n, bn)
 
 
-def apply_parts(w: dict[str, int], batch_heads: int, n: int, bn: int, long: bool = False) -> tuple[int, int]:
+def apply_parts(w: Widths, batch_heads: int, n: int, bn: int, long: bool = False) -> tuple[int, int]:
     """Return (parts, tokens per part): up to 8 tiles per program if that leaves 8 programs per multiprocessor.
 
     16 tiles for the large weights of wide heads; 3 if rows do not start on cache lines, so that more loads must be in
     flight (unless a tile takes `long`), or a head of 4 tiles at once.
     """
-    total, half = -(-n // bn), w["F2"] + w["V2"] > 0
-    most = (4 if total == 4 else 3) if half and not long else 16 if max(w["F1"], w["V1"]) > 64 else 8
+    total, half = -(-n // bn), w.F.D2 + w.V.D2 > 0
+    most = (4 if total == 4 else 3) if half and not long else 16 if max(w.F.D1, w.V.D1) > 64 else 8
     tiles = max(1, min(most, (batch_heads * total + 2 * PROGRAMS * half) // (4 * PROGRAMS)))
     return -(-n // (tiles * bn)), tiles * bn
 
@@ -228,9 +225,9 @@ def factors(spec: Spec) -> int:
     return {"linear_attention": 0, "hla3": 3}.get(spec.op, 2)
 
 
-def factor_floats(spec: Spec, w: dict[str, int]) -> int:
+def factor_floats(spec: Spec, w: Widths) -> int:
     """Return the float32 numbers per head of float16 factors and their units (`heads.summed`)."""
-    return factors(spec) * (w["F1"] + w["F2"]) ** 2 // 2 + 4
+    return factors(spec) * w.F.padded ** 2 // 2 + 4
 
 
 def lasts(batch_heads: int, n: int) -> bool:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ..spec import Spec
+from ..spec import Spec, Widths
 
 PROGRAMS = 2 * 132  # programs of a reduce, two per multiprocessor of an H200
 
 
-def narrow(w: dict[str, int]) -> bool:
+def narrow(w: Widths) -> bool:
     """Whether a matrix is one block of at most 64 x 64."""
-    return w["F1"] <= 64 and w["F2"] == 0 and w["V1"] <= 64 and w["V2"] == 0
+    return w.F.D1 <= 64 and w.F.D2 == 0 and w.V.D1 <= 64 and w.V.D2 == 0
 
 
-def cut(w: dict[str, int]) -> bool:
+def cut(w: Widths) -> bool:
     """Whether there are 64 channels and up to 16 more."""
-    return w["F1"] == w["V1"] == 64 and 0 < w["F2"] <= 16 and 0 < w["V2"] <= 16
+    return w.F.D1 == w.V.D1 == 64 and 0 < w.F.D2 <= 16 and 0 < w.V.D2 <= 16
 
 
 def plain(spec: Spec) -> bool:
@@ -24,11 +24,11 @@ def plain(spec: Spec) -> bool:
     return not spec.sums
 
 
-def halved(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
+def halved(spec: Spec, w: Widths, dtype: torch.dtype, own: bool) -> bool:
     """Whether a call with many heads uses `heads.summed`, with float16 factors (`heads.halves`) whose
     products fit in registers and whose results are rounded to bfloat16. own: no padding, and one key head per query
     head. Only combinations tested on a GPU: assemblers are prone to errors in kernels that fill the registers."""
-    fits = w["D"] == w["DV"] and w["D"] in (64, 72)
+    fits = w.F.D == w.V.D and w.F.D in (64, 72)
     higher = spec.op in ("hla2", "ahla", "hla3")
     form = (higher and plain(spec)) or (summed(spec) and (higher or not spec.normalize))
     return own and fits and form and spec.ridge == 0 and dtype == torch.bfloat16
@@ -51,17 +51,17 @@ def centred_keys(spec: Spec) -> bool:
     return not spec.normalize and spec.center == "k"
 
 
-def pairs(spec: Spec, w: dict[str, int], batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
+def pairs(spec: Spec, w: Widths, batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
     """Return 1 if the kernels with two neighbouring heads per program (`heads.pairs`) support a call, fill the GPU and
     are faster, else 0. Only combinations tested on a GPU."""
-    form = own and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 and w["D"] == w["DV"] == 72
+    form = own and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 and w.F.D == w.V.D == 72
     return torch.sym_min(1, batch_heads // 384) if form and spec.op == "linear_attention" else 0
 
 
-def mixed(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> bool:
+def mixed(spec: Spec, w: Widths, dtype: torch.dtype, own: bool) -> bool:
     """Whether `heads.mixture` supports a call, which it runs if the heads fill the GPU. Only combinations tested on a
     GPU."""
-    fits = w["D"] == w["DV"] and w["D"] in (64, 72)
+    fits = w.F.D == w.V.D and w.F.D in (64, 72)
     form = plain(spec) or centred_keys(spec) or ratio(spec)
     return own and fits and spec.op == "polynomial" and form and spec.ridge == 0 and dtype == torch.bfloat16
 
@@ -71,14 +71,14 @@ def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
 
 
-def few_halved(w: dict[str, int], batch_heads: int, n: int) -> int | torch.SymInt:
+def few_halved(w: Widths, batch_heads: int, n: int) -> int | torch.SymInt:
     """Return `few_heads` for the forms of `halved`; heads of 64 channels may be longer if there are about three per
     multiprocessor. Only combinations tested on a GPU."""
     longer = torch.sym_min(1, batch_heads // 384) * (1 - torch.sym_min(1, n // 4609)) if narrow(w) else 0
     return few_heads(batch_heads, n) * (1 - longer)
 
 
-def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
+def saves(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
     """Return 1 if the forward uses several programs per head, which saves its moments for the backward, else 0. No
     branch on sizes, which may be symbolic while compiling."""
     apart = 1 - pairs(spec, w, batch_heads, dtype, own)
@@ -94,7 +94,7 @@ def saves(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
     return 1
 
 
-def whole(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
+def whole(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
     """Whether a forward pass without backward is one program per head."""
     if pairs(spec, w, batch_heads, dtype, own):
         return False
@@ -103,7 +103,7 @@ def whole(spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.
 
 
 def path(
-    spec: Spec, w: dict[str, int], batch_heads: int, n: int, dtype: torch.dtype, own: bool, save: bool = True
+    spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool, save: bool = True
 ) -> str:
     """The name in `launch.table.PATHS` of the forward and the backward of a call, or without `save` of a forward that
     no backward follows; `_two_step`: the backward is weights, then tokens."""
@@ -128,9 +128,9 @@ def in_two(batch_heads: int, n: int) -> bool:
     return n > 2048 and -(-2 * batch_heads // PROGRAMS) < 2 * -(-batch_heads // PROGRAMS)
 
 
-def too_wide(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> str | None:
+def too_wide(spec: Spec, w: Widths, dtype: torch.dtype, own: bool) -> str | None:
     """Return the reason why the matrices of a head are too large for the kernels, or None."""
-    width = max(w["D"], w["DV"])
+    width = max(w.F.D, w.V.D)
     if dtype == torch.float32 and spec.op == "polynomial":
         return "polynomial has no Triton form in float32"
     exact = spec.op != "linear_attention" or not plain(spec) or spec.feature_map == "elu1"  # products are "ieee"
@@ -142,6 +142,6 @@ def too_wide(spec: Spec, w: dict[str, int], dtype: torch.dtype, own: bool) -> st
     return None
 
 
-def at_once(spec: Spec, w: dict[str, int], batch_heads: int, n: int) -> bool:
+def at_once(spec: Spec, w: Widths, batch_heads: int, n: int) -> bool:
     """Whether the backward after a forward of one program per head is one launch of such programs."""
     return n <= 512 or (spec.normalize and cut(w) and spec.op == "hla3" and batch_heads >= 384)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..spec import Spec, layout
+from ..spec import Spec, Widths, layout
 from .paths import PROGRAMS
 
 MATRICES = 6  # float16 matrices that are kept of a head by `heads.mixture`: P, S, C, R, W, T
@@ -14,9 +14,9 @@ PAIRS = {  # BN sums, BO writes
 }
 
 
-def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
+def mixture_config(kernel: str, w: Widths) -> dict[str, int]:
     """Return the tiles of a kernel of `heads.mixture`."""
-    wide = w["F2"] > 0
+    wide = w.F.D2 > 0
     return {
         "forward": {"BN": 64, "BO": 64, "num_warps": 4, "num_stages": 3, "DELAY": 5000, "SLOTS": 2},
         "moments": {"BN": 32, "num_warps": 4, "num_stages": 3},
@@ -27,11 +27,11 @@ def mixture_config(kernel: str, w: dict[str, int]) -> dict[str, int]:
     }[kernel]
 
 
-def mixture_floats(spec: Spec, w: dict[str, int], itemsize: int) -> int:
+def mixture_floats(spec: Spec, w: Widths, itemsize: int) -> int:
     """Return the float32 numbers per head that a forward of `heads.mixture` saves: matrices, units, vectors and the
     operator."""
     lay = layout(spec, w).vectors()
-    return MATRICES * (w["F1"] + w["F2"]) ** 2 // 2 + 8 + lay.k + lay.matrix_floats(itemsize)
+    return MATRICES * w.F.padded ** 2 // 2 + 8 + lay.k + lay.matrix_floats(itemsize)
 
 
 def pairs_at_once(n: int) -> bool:

@@ -12,75 +12,65 @@ NO_SPECIALIZE = ["qs", "ks", "vs", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PA
 
 
 @triton.jit
-def load_weights(
-    w, ORDER: tl.constexpr, WOFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr,
-):  # fmt: skip
+def load_weights(w, ORDER: tl.constexpr, WOFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """Load the weights (WP', WS, WC', WR', WW) of an order; weights that it does not have repeat another one."""
     if ORDER == 2:
-        wc = load4(w + WOFF[2], DV, V1, V2, FD, F1, F2, FD, 1)
-        ws = load4(w + WOFF[1], FD, F1, F2, FD, F1, F2, FD, 1)
+        wc = load4(w + WOFF[2], V, F, F.D, 1)
+        ws = load4(w + WOFF[1], F, F, F.D, 1)
         out = (wc, ws, wc, ws, ws)
     else:
-        wp = load4(w + WOFF[0], DV, V1, V2, FD, F1, F2, FD, 1)
+        wp = load4(w + WOFF[0], V, F, F.D, 1)
         ws = wp
         wc = wp
         wr = wp
         ww = wp
         if ORDER >= 4:
-            ws = load4(w + WOFF[1], FD, F1, F2, FD, F1, F2, FD, 1)
-            ww = load4(w + WOFF[4], FD, F1, F2, FD, F1, F2, FD, 1)
+            ws = load4(w + WOFF[1], F, F, F.D, 1)
+            ww = load4(w + WOFF[4], F, F, F.D, 1)
         if ORDER == 5:
-            wc = load4(w + WOFF[2], DV, V1, V2, FD, F1, F2, FD, 1)
+            wc = load4(w + WOFF[2], V, F, F.D, 1)
         if ORDER == 3 or ORDER == 5:
-            wr = load4(w + WOFF[3], FD, F1, F2, FD, F1, F2, FD, 1)
+            wr = load4(w + WOFF[3], F, F, F.D, 1)
         out = (wp, ws, wc, wr, ww)
     return out
 
 
 @triton.jit
-def read_rows(
-    rows, FD: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr
-):  # fmt: skip
+def read_rows(rows, F: tl.constexpr, V: tl.constexpr):
     """Load the rows of dq, dk, dv."""
-    return load_vec(rows, FD, F1, F2), load_vec(rows + FD, FD, F1, F2), load_vec(rows + 2 * FD, DV, V1, V2)
+    return load_vec(rows, F), load_vec(rows + F.D, F), load_vec(rows + 2 * F.D, V)
 
 
 @triton.jit
 def part_grads(
     tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
-    ROWS_DONE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TILED: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr,
+    WOFF: tl.constexpr, ROWS_DONE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of one part of the gradients and write it for tokens lo..hi."""
     ROW: tl.constexpr = MEAN or CENTER > 0
-    mt = trans4(load4(matrix, FD, F1, F2, DV, V1, V2, DV, 1))
-    w = load_weights(weights, ORDER, WOFF, FD, F1, F2, DV, V1, V2)
+    mt = trans4(load4(matrix, F, V, V.D, 1))
+    w = load_weights(weights, ORDER, WOFF, F, V)
     m1 = state + OFF[8]
     if NORM:
-        row = (rows, rows + FD, rows + 2 * FD)
+        row = (rows, rows + F.D, rows + 2 * F.D)
     elif ROW and ROWS_DONE:
-        row = read_rows(rows, FD, F1, F2, DV, V1, V2)
+        row = read_rows(rows, F, V)
     else:
-        row = (zeros2(F1, F2), zeros2(F1, F2), zeros2(V1, V2))
+        row = (zeros2(F), zeros2(F), zeros2(V))
     if ROW and not NORM and not ROWS_DONE:
-        sums = (
-            load_vec(state + OFF[5], FD, F1, F2),
-            load_vec(state + OFF[6], FD, F1, F2),
-            load_vec(state + OFF[7], DV, V1, V2),
-        )
-        read, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
-        row = centre_rows(read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, F1, F2, V2)
-        more = read_rows(rows, FD, F1, F2, DV, V1, V2)  # loaded last to save registers
-        row = (axpy2(row[0], 1.0, more[0], F2), axpy2(row[1], 1.0, more[1], F2), axpy2(row[2], 1.0, more[2], V2))
-    mt, mt_unit = cast_operator(mt, tokens[0].dtype.element_ty, NORM, V2, F2)
-    w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F2, V2)
+        sums = (load_vec(state + OFF[5], F), load_vec(state + OFF[6], F), load_vec(state + OFF[7], V))
+        read, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F, V)
+        row = centre_rows(read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, F, V)
+        more = read_rows(rows, F, V)  # loaded last to save registers
+        row = (axpy2(row[0], 1.0, more[0], F), axpy2(row[1], 1.0, more[1], F), axpy2(row[2], 1.0, more[2], V))
+    mt, mt_unit = cast_operator(mt, tokens[0].dtype.element_ty, NORM, V, F)
+    w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F, V)
     ONES: tl.constexpr = TILED == "all" or (TILED == "keys" and PART > 1)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
-        gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, PART, ORDER, NORM, ROW, D, F1, F2,
-        DV, V1, V2, FD, BN, PREC, TILED=ONES, mt_unit=mt_unit,
+        gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, PART, ORDER, NORM, ROW, F,
+        V, BN, PREC, TILED=ONES, mt_unit=mt_unit,
     )  # fmt: skip
 
 
@@ -88,9 +78,8 @@ def part_grads(
 def apply_grads(
     q, k, v, g, dq, dk, dv, state, matrix, ratio, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr,
-    D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr,
-    ROLES: tl.constexpr, ROWS_DONE: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+    BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
     [B * H, 2 F + V].
@@ -115,26 +104,26 @@ def apply_grads(
     tn = (qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN)
     gn = (dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN)
     state += head * K
-    matrix += head * FD * DV
+    matrix += head * F.D * V.D
     weights += head * KW
-    rows += head * (2 * FD + DV)
+    rows += head * (2 * F.D + V.D)
     if ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN,
-            D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            F, V, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 1, ORDER, NORM,
-            CENTER, MEAN, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, F, V, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, ROLES, ORDER, NORM,
-            CENTER, MEAN, D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, F, V, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     else:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN,
-            D, F1, F2, DV, V1, V2, FD, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            F, V, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip

@@ -13,32 +13,31 @@ NO_SPECIALIZE = ["qs", "ks", "vs", "N", "H", "G", "PARTS", "chunk", "heads", "sc
 
 @triton.jit
 def store_state(
-    state, m, sums, ORDER: tl.constexpr, SUMS: tl.constexpr, OFF: tl.constexpr, FD: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-):  # fmt: skip
+    state, m, sums, ORDER: tl.constexpr, SUMS: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr
+):
     """Write the moments (natural orientation) and the token sums of one head."""
     if ORDER != 2 and ORDER < 6:
-        store4(state + OFF[0], m[0], FD, F1, F2, DV, V1, V2, DV, 1)
+        store4(state + OFF[0], m[0], F, V, V.D, 1)
     if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8:
-        store4(state + OFF[1], m[1], FD, F1, F2, FD, F1, F2, FD, 1)
+        store4(state + OFF[1], m[1], F, F, F.D, 1)
     if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9:
-        store4(state + OFF[2], m[2], FD, F1, F2, DV, V1, V2, DV, 1)
+        store4(state + OFF[2], m[2], F, V, V.D, 1)
     if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
-        store4(state + OFF[3], m[3], FD, F1, F2, FD, F1, F2, FD, 1)
+        store4(state + OFF[3], m[3], F, F, F.D, 1)
     if ORDER == 4 or ORDER == 5 or ORDER == 7:
-        store4(state + OFF[4], m[4], FD, F1, F2, FD, F1, F2, FD, 1)
+        store4(state + OFF[4], m[4], F, F, F.D, 1)
     if SUMS:
-        store_vec(state + OFF[5], sums[0], FD, F1, F2)
-        store_vec(state + OFF[6], sums[1], FD, F1, F2)
-        store_vec(state + OFF[7], sums[2], DV, V1, V2)
+        store_vec(state + OFF[5], sums[0], F)
+        store_vec(state + OFF[6], sums[1], F)
+        store_vec(state + OFF[7], sums[2], V)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_moments(
     q, k, v, state, qs, ks, vs, N, H, G, PARTS, chunk, heads, scale, ridge, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr, ROLES: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr,
+    V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr,
+    ROLES: tl.constexpr,
 ):  # fmt: skip
     """Compute partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred.
 
@@ -61,8 +60,8 @@ def reduce_moments(
         if role == i:
             part_moments(
                 q, k, v, tn, out, lo, hi, n, scale, ridge, order_of(i, ROLES, ORDER),
-                sums_of(i, ROLES, SUMS, FINAL, ORDER == 1 and NORM), NORM, CENTER, MEAN, RIDGE, D, F1, F2, DV, V1, V2,
-                FD, OFF, BN, PREC, FINAL,
+                sums_of(i, ROLES, SUMS, FINAL, ORDER == 1 and NORM), NORM, CENTER, MEAN, RIDGE, F, V, OFF, BN, PREC,
+                FINAL,
             )  # fmt: skip
 
 
@@ -83,18 +82,15 @@ def sums_of(i, roles, sums, final, keys):
 @triton.jit
 def part_moments(
     q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr,
-    DV: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr, FINAL: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr,
+    BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """Sum the moments of one order over tokens lo..hi and write them."""
-    m, sums, _ = sum_moments(
-        q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, False, D, F1, F2, DV, V1, V2, BN, PREC
-    )
+    m, sums, _ = sum_moments(q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, False, F, V, BN, PREC)
     if FINAL:
-        m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F1, F2, V2)
+        m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F, V)
     if FINAL and NORM and ORDER < 6:
-        p1, q1 = ones_moments(sums, scale, CENTER, F1, F2)
-        row = axpy2(anchor(m, p1, q1, sums, ORDER, F1, F2, V1, V2), 1.0 / n, sums[2], V2)
-        store_vec(out + OFF[9], row, DV, V1, V2)
-    store_state(out, m, sums, ORDER, SUMS > 0 and ORDER < 6, OFF, FD, F1, F2, DV, V1, V2)
+        p1, q1 = ones_moments(sums, scale, CENTER, F)
+        row = axpy2(anchor(m, p1, q1, sums, ORDER, F, V), 1.0 / n, sums[2], V)
+        store_vec(out + OFF[9], row, V)
+    store_state(out, m, sums, ORDER, SUMS > 0 and ORDER < 6, OFF, F, V)

@@ -14,8 +14,8 @@ NO_SPECIALIZE = ["qs", "os", "gs", "N", "H", "PARTS", "chunk", "heads", "eps"]
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def apply(
     q, o, state, matrix, qs, os, N, H, PARTS, chunk, eps, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute o = q M for one part of one head; matrix [B * H, F, V] has the dtype of the tokens, or float32."""
     b, h, part = place(H, PARTS)
@@ -23,31 +23,30 @@ def apply(
     head = (b * H + h).to(tl.int64)
     state += head * K
     lo = part * chunk
-    m = load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1)
-    read, unit = cast_operator(m, q.dtype.element_ty, NORM, F2, V2)
-    m1 = zeros2(F1, F2)
-    row = zeros2(V1, V2)
+    m = load4(matrix + head * F.D * V.D, F, V, V.D, 1)
+    read, unit = cast_operator(m, q.dtype.element_ty, NORM, F, V)
+    m1 = zeros2(F)
+    row = zeros2(V)
     n = N[1]
     if NORM:
-        m1 = load_vec(state + OFF[8], FD, F1, F2)
-        row = load_vec(state + OFF[9], DV, V1, V2)
+        m1 = load_vec(state + OFF[8], F)
+        row = load_vec(state + OFF[9], V)
     if MEAN:
-        row = axpy2(row, 1.0 / n, load_vec(state + OFF[7], DV, V1, V2), V2)
+        row = axpy2(row, 1.0 / n, load_vec(state + OFF[7], V), V)
     if CENTER == 2:
-        mean = axpy2(m1, -1.0 / n, load_vec(state + OFF[5], FD, F1, F2), F2)
-        row = axpy2(row, unit, vecmat(mean, read, F2, V2), V2)
+        mean = axpy2(m1, -1.0 / n, load_vec(state + OFF[5], F), F)
+        row = axpy2(row, unit, vecmat(mean, read, F, V), V)
     read_out(
         at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
-        upto(lo + chunk, N), read, m1, row, eps, NORM, MEAN or CENTER == 2, D, F1, F2, DV, V1, V2, BN, PREC, unit,
+        upto(lo + chunk, N), read, m1, row, eps, NORM, MEAN or CENTER == 2, F, V, BN, PREC, unit,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_readout(
     q, g, state, matrix, ratio, out, qs, gs, N, H, PARTS, chunk, heads, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
-    SUMS: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, DV: tl.constexpr,
-    V1: tl.constexpr, V2: tl.constexpr, FD: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr, TURNED: tl.constexpr, DIVIDED: tl.constexpr,
+    SUMS: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
+    KG: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TURNED: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """Compute partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head in out [PARTS, B * H, KG].
     Normalised: the gradient of m1 [F] for centred v instead of sum g, and ratio [B * H, N, 2] (DIVIDED: it is an
@@ -57,30 +56,28 @@ def reduce_readout(
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
     lo = part * chunk
-    vbar = zeros2(V1, V2)
+    vbar = zeros2(V)
     if NORM:
-        m1 = load_vec(state + head * K + OFF[8], FD, F1, F2)
+        m1 = load_vec(state + head * K + OFF[8], F)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     hi = upto(lo + chunk, N)
     ratio = ratio_of(ratio, head, most, NORM)
     if not NORM:
-        dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, D, F1, F2, DV, V1, V2, BN, PREC)
+        dm, sg = sum_gradient(q, g, qn, gn, lo, hi, SUMS, F, V, BN, PREC)
     elif DIVIDED:
-        dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, ratio, D, F1, F2, DV, V1, V2, BN, PREC)
+        dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, ratio, F, V, BN, PREC)
     else:
-        vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
-        m = cast4(load4(matrix + head * FD * DV, FD, F1, F2, DV, V1, V2, DV, 1), q.dtype.element_ty)
-        dm, dm1 = sum_ratio(
-            q, g, q, qn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, D, F1, F2, DV, V1, V2, BN, PREC
-        )
-        dm1 = end_pairs(dm1, F1, F2)
+        vbar = load_vec(state + head * K + OFF[9], V)
+        m = cast4(load4(matrix + head * F.D * V.D, F, V, V.D, 1), q.dtype.element_ty)
+        dm, dm1 = sum_ratio(q, g, q, qn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, F, V, BN, PREC)
+        dm1 = end_pairs(dm1, F)
     out += (part.to(tl.int64) * heads + head) * KG
-    store4(out, dm, DV, V1, V2, FD, F1, F2, 1 if TURNED else FD, DV if TURNED else 1)
+    store4(out, dm, V, F, 1 if TURNED else F.D, V.D if TURNED else 1)
     if NORM:  # adds the gradient of m1 through the anchor a = vbar - mean v of M, since dM' is available here
-        vbar = load_vec(state + head * K + OFF[9], DV, V1, V2)
-        a = axpy2(vbar, -1.0 / N[1], load_vec(state + head * K + OFF[7], DV, V1, V2), V2)
-        store_vec(out + DV * FD, axpy2(dm1, -1.0, vecmat(a, dm, V2, F2), F2), FD, F1, F2)
+        vbar = load_vec(state + head * K + OFF[9], V)
+        a = axpy2(vbar, -1.0 / N[1], load_vec(state + head * K + OFF[7], V), V)
+        store_vec(out + V.D * F.D, axpy2(dm1, -1.0, vecmat(a, dm, V, F), F), F)
     if SUMS and not NORM:
-        store_vec(out + DV * FD + FD, sg, DV, V1, V2)
+        store_vec(out + V.D * F.D + F.D, sg, V)

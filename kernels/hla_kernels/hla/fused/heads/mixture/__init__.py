@@ -27,21 +27,18 @@ PREC = tl.constexpr("tf32x3")  # of bfloat16 tokens: the sums of tensor cores as
 @triton.jit
 def part_moments(
     q, k, v, qn, kn, vn, kept, units, vectors, N, scale, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    OFF: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr,
+    OFF: tl.constexpr, F: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Sum and keep the moments of an order of `begin_moments`."""
     SUMS: tl.constexpr = 2 if CENTER > 0 or MEAN else 0
-    m, sums, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, False, D, F1, F2, D, F1, F2, BN, PREC
-    )
-    put_moments(kept, units, m, vectors, sums, N[1], scale, ORDER, CENTER, MEAN, OFF, D, F1, F2)
+    m, sums, _ = sum_moments(q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, False, F, F, BN, PREC)
+    put_moments(kept, units, m, vectors, sums, N[1], scale, ORDER, CENTER, MEAN, OFF, F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mixture_moments(
     q, k, v, kept, units, vectors, qs, ks, vs, N, H, scale, CENTER: tl.constexpr, MEAN: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr,
-    BN: tl.constexpr,
+    K: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, KF: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute the moments of one head by three programs, each of which reads two of q, k, v: P and S, C and W, R."""
     pid = tl.program_id(0) // 3
@@ -55,27 +52,25 @@ def mixture_moments(
         if role == part:
             part_moments(
                 q, k, v, qn, kn, vn, kept, units, vectors, N, scale, 11 if part == 0 else 12 if part == 1 else 10,
-                CENTER, MEAN, OFF, D, F1, F2, BN,
+                CENTER, MEAN, OFF, F, BN,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["H"])
-def mixture_operator(
-    kept, units, matrix, coefficients, H, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr
-):  # fmt: skip
+def mixture_operator(kept, units, matrix, coefficients, H, F: tl.constexpr, KF: tl.constexpr):
     """Compute T and M = T P + c2 S C of every head from its moments."""
     head = tl.program_id(0).to(tl.int64)
     units += head * 8
     kept += head * KF
     c = load_coefficients(coefficients, tl.program_id(0) % H, 5)
     up, us, uc, ur, uw, _ = load_units(units)
-    hs = load(kept, S, F1, F2)
-    t = scale4(product(hs, load(kept, W, F1, F2), F2), us * uw)
-    ut = put_left(kept + T * (F1 + F2) * (F1 + F2), t, scale4(cast4(load(kept, R, F1, F2), tl.float32), ur), c, F1, F2)
-    x = scale4(product(hs, load(kept, C, F1, F2), F2), us * uc * c[1])
+    hs = load(kept, S, F)
+    t = scale4(product(hs, load(kept, W, F), F), us * uw)
+    ut = put_left(kept + T * (F.D1 + F.D2) * (F.D1 + F.D2), t, scale4(cast4(load(kept, R, F), tl.float32), ur), c, F)
+    x = scale4(product(hs, load(kept, C, F), F), us * uc * c[1])
     tl.debug_barrier()  # every thread reads what others wrote
-    m = add4(scale4(product(load(kept, T, F1, F2), load(kept, P, F1, F2), F2), ut * up), x, F2, F2)
-    put_weight(matrix + head * D * D, m, matrix.dtype.element_ty, D, F1, F2)
+    m = add4(scale4(product(load(kept, T, F), load(kept, P, F), F), ut * up), x, F, F)
+    put_weight(matrix + head * F.D * F.D, m, matrix.dtype.element_ty, F)
     tl.store(units + T, ut)
 
 
@@ -100,52 +95,51 @@ def get1(at, D: tl.constexpr):
 
 
 @triton.jit
-def half1(x):
+def half1(x, F: tl.constexpr):
     """`half` of one block."""
-    y, unit = half(one_block(x), 0, 0)
+    y, unit = half(one_block(x), F, F)
     return y[0], unit
 
 
 @triton.jit
-def light_operator(m, c, s, kept, units, SAVE: tl.constexpr, D: tl.constexpr):
+def light_operator(m, c, s, kept, units, SAVE: tl.constexpr, F: tl.constexpr):
     """M of `algebra.operator` of moments times s, of one block; S and T go to `kept`, SAVE: P, C, R, W and the units
     too."""
-    AREA: tl.constexpr = D * D
-    hs, us = half1(m[1][0] * s)
-    put1(kept + S * AREA, hs, D)
+    AREA: tl.constexpr = F.D * F.D
+    hs, us = half1(m[1][0] * s, F)
+    put1(kept + S * AREA, hs, F.D)
     tl.debug_barrier()  # every thread reads what others wrote
-    hs = get1(kept + S * AREA, D)
-    hw, uw = half1(m[4][0] * s)
+    hs = get1(kept + S * AREA, F.D)
+    hw, uw = half1(m[4][0] * s, F)
     ur = 1.0
     if SAVE:
-        put1(kept + W * AREA, hw, D)
-        hr, ur = half1(m[3][0] * s)
-        put1(kept + R * AREA, hr, D)
+        put1(kept + W * AREA, hw, F.D)
+        hr, ur = half1(m[3][0] * s, F)
+        put1(kept + R * AREA, hr, F.D)
     t = tl.dot(hs, hw) * (us * uw * c[3]) + m[3][0] * (s * c[2])
     if SAVE:
-        i = tl.arange(0, D)
+        i = tl.arange(0, F.D)
         t += tl.where(i[:, None] == i[None, :], c[0], 0.0)
-    ht, ut = half1(t)
-    put1(kept + T * AREA, ht, D)
-    hc, uc = half1(m[2][0] * s)
+    ht, ut = half1(t, F)
+    put1(kept + T * AREA, ht, F.D)
+    hc, uc = half1(m[2][0] * s, F)
     out = tl.dot(hs, hc) * (us * uc * c[1])
     if not SAVE:  # fewer registers than I in T
         out += m[0][0] * s * c[0]
-    hp, up = half1(m[0][0] * s)
+    hp, up = half1(m[0][0] * s, F)
     if SAVE:
-        put1(kept + C * AREA, hc, D)
-        put1(kept + P * AREA, hp, D)
+        put1(kept + C * AREA, hc, F.D)
+        put1(kept + P * AREA, hp, F.D)
         store_units(units, (up, us, uc, ur, uw, ut))
     tl.debug_barrier()
-    return out + tl.dot(get1(kept + T * AREA, D), hp) * (ut * up)
+    return out + tl.dot(get1(kept + T * AREA, F.D), hp) * (ut * up)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mixture_forward(
     q, k, v, o, kept, units, vectors, matrix, coefficients, qs, ks, vs, os, N, H, scale, CENTER: tl.constexpr,
-    MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr,
-    F2: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr,
-    SLOTS: tl.constexpr,
+    MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, KF: tl.constexpr,
+    SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Compute o = q M of one head of one block. SAVE: what the backward needs is kept; otherwise room for S and T."""
     pid = tl.program_id(0)
@@ -153,19 +147,17 @@ def mixture_forward(
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, o, qn, kn, vn, on = of_head((q, k, v, o), (qs, ks, vs, os), at, h, ALIGN)
     SUMS: tl.constexpr = CENTER > 0 or MEAN
-    m, sums = head_moments(q, k, v, qn, kn, vn, N, CENTER, MEAN, D, F1, F2, BN, PREC)
-    zero = zeros2(F1, F2)
+    m, sums = head_moments(q, k, v, qn, kn, vn, N, CENTER, MEAN, F, BN, PREC)
+    zero = zeros2(F)
     row = zero
     if MEAN:
-        row = axpy2(zero, 1.0 / N[1], sums[2], F2)
+        row = axpy2(zero, 1.0 / N[1], sums[2], F)
     if SUMS:
-        m = scale_moments(m, sums, 1.0, N[1], 0.0, 5, CENTER, MEAN, False, F1, F2, F2)
+        m = scale_moments(m, sums, 1.0, N[1], 0.0, 5, CENTER, MEAN, False, F, F)
     if SUMS and SAVE:
-        put_sums(vectors + head * K, sums, 5, OFF, D, F1, F2)
+        put_sums(vectors + head * K, sums, 5, OFF, F)
     c = load_coefficients(coefficients, h, 5)
-    m = one_block(light_operator(m, c, scale, kept + head * KF, units + head * 8, SAVE, D).to(q.dtype.element_ty))
+    m = one_block(light_operator(m, c, scale, kept + head * KF, units + head * 8, SAVE, F).to(q.dtype.element_ty))
     if SAVE:
-        put_weight(matrix + head * D * D, m, q.dtype.element_ty, D, F1, F2)
-    read_out(
-        q, o, qn, on, 0, N, m, zero, row, 0.0, False, MEAN, D, F1, F2, D, F1, F2, BO, PREC,
-    )  # fmt: skip
+        put_weight(matrix + head * F.D * F.D, m, q.dtype.element_ty, F)
+    read_out(q, o, qn, on, 0, N, m, zero, row, 0.0, False, MEAN, F, F, BO, PREC)

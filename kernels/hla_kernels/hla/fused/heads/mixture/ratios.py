@@ -13,21 +13,21 @@ from .matrices import C, P, R, S, T, W, load, product
 
 
 @triton.jit
-def product_of(kept, A: tl.constexpr, B: tl.constexpr, unit, D1: tl.constexpr, D2: tl.constexpr):
+def product_of(kept, A: tl.constexpr, B: tl.constexpr, unit, F: tl.constexpr):
     """Product of two kept matrices in units of their units."""
-    return scale4(product(load(kept, A, D1, D2), load(kept, B, D1, D2), D2), unit)
+    return scale4(product(load(kept, A, F), load(kept, B, F), F), unit)
 
 
 @triton.jit
-def moment_of(kept, I: tl.constexpr, unit, D1: tl.constexpr, D2: tl.constexpr):
+def moment_of(kept, I: tl.constexpr, unit, F: tl.constexpr):
     """Return a moment in float32."""
-    return scale4(cast4(load(kept, I, D1, D2), tl.float32), unit)
+    return scale4(cast4(load(kept, I, F), tl.float32), unit)
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def ratio_operator(
-    kept, units, vectors, matrix, coefficients, N, H, scale, OFF: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr,
+    kept, units, vectors, matrix, coefficients, N, H, scale, OFF: tl.constexpr, K: tl.constexpr, F: tl.constexpr,
+    KF: tl.constexpr,
 ):  # fmt: skip
     """Compute T and M - m1 a' of every head, and m1 and vbar + a, with a of `algebra.anchor`, in its vectors."""
     pid = tl.program_id(0)
@@ -38,33 +38,33 @@ def ratio_operator(
     vectors += head * K
     up, us, uc, ur, uw, _ = load_units(units)
     c = load_coefficients(coefficients, pid % H, 5)
-    z = zeros2(F1, F2)
-    p = moment_of(kept, P, up, F1, F2)
-    sums = (z, load_vec(vectors + OFF[6], D, F1, F2), z)
-    q1 = axpy2(z, scale, load_vec(vectors + OFF[5], D, F1, F2), F2)
-    a = anchor((p, p, p, p, p), axpy2(z, scale, sums[1], F2), q1, sums, 5, F1, F2, F1, F2)
-    mean = load_vec(vectors + OFF[7], D, F1, F2)
-    store_vec(vectors + OFF[9], axpy2(a, 1.0 / N[1], mean, F2), D, F1, F2)
-    m1 = axpy2(z, c[1], matvec(moment_of(kept, S, us, F1, F2), q1, F2, F2), F2)
-    store_vec(vectors + OFF[8], m1, D, F1, F2)
+    z = zeros2(F)
+    p = moment_of(kept, P, up, F)
+    sums = (z, load_vec(vectors + OFF[6], F), z)
+    q1 = axpy2(z, scale, load_vec(vectors + OFF[5], F), F)
+    a = anchor((p, p, p, p, p), axpy2(z, scale, sums[1], F), q1, sums, 5, F, F)
+    mean = load_vec(vectors + OFF[7], F)
+    store_vec(vectors + OFF[9], axpy2(a, 1.0 / N[1], mean, F), F)
+    m1 = axpy2(z, c[1], matvec(moment_of(kept, S, us, F), q1, F, F), F)
+    store_vec(vectors + OFF[8], m1, F)
     tl.debug_barrier()  # what is read again holds no registers until then
-    t = product_of(kept, S, W, us * uw * c[3], F1, F2)
-    t = add4(t, scale4(moment_of(kept, R, ur, F1, F2), c[2]), F2, F2)
-    t = add4(t, scale4(eye_of(t), c[0]), F2, F2)
-    p1 = axpy2(z, scale, load_vec(vectors + OFF[6], D, F1, F2), F2)
-    m1 = axpy2(load_vec(vectors + OFF[8], D, F1, F2), 1.0, matvec(t, p1, F2, F2), F2)
+    t = product_of(kept, S, W, us * uw * c[3], F)
+    t = add4(t, scale4(moment_of(kept, R, ur, F), c[2]), F, F)
+    t = add4(t, scale4(eye_of(t), c[0]), F, F)
+    p1 = axpy2(z, scale, load_vec(vectors + OFF[6], F), F)
+    m1 = axpy2(load_vec(vectors + OFF[8], F), 1.0, matvec(t, p1, F, F), F)
     tl.debug_barrier()  # every thread has read it
-    store_vec(vectors + OFF[8], m1, D, F1, F2)
-    t, ut = half(t, F2, F2)
-    put_matrix(kept + T * (F1 + F2) * (F1 + F2), t, F1, F2)
+    store_vec(vectors + OFF[8], m1, F)
+    t, ut = half(t, F, F)
+    put_matrix(kept + T * (F.D1 + F.D2) * (F.D1 + F.D2), t, F)
     tl.store(units + T, ut)
     tl.debug_barrier()  # every thread reads what others wrote
-    x = product_of(kept, S, C, us * uc * c[1], F1, F2)
-    mean = load_vec(vectors + OFF[7], D, F1, F2)
-    a = axpy2(load_vec(vectors + OFF[9], D, F1, F2), -1.0 / N[1], mean, F2)
-    m1 = load_vec(vectors + OFF[8], D, F1, F2)
-    x = rank1(x, axpy2(z, -1.0, m1, F2), a, F2, F2)
-    matrix += head * D * D
+    x = product_of(kept, S, C, us * uc * c[1], F)
+    mean = load_vec(vectors + OFF[7], F)
+    a = axpy2(load_vec(vectors + OFF[9], F), -1.0 / N[1], mean, F)
+    m1 = load_vec(vectors + OFF[8], F)
+    x = rank1(x, axpy2(z, -1.0, m1, F), a, F, F)
+    matrix += head * F.D * F.D
     tl.debug_barrier()  # every thread reads what others wrote
-    m = product_of(kept, T, P, ut * up, F1, F2)
-    store4(matrix, add4(m, x, F2, F2), D, F1, F2, D, F1, F2, D, 1)
+    m = product_of(kept, T, P, ut * up, F)
+    store4(matrix, add4(m, x, F, F), F, F, F.D, 1)

@@ -32,103 +32,100 @@ from .matrices import (
 
 
 @triton.jit
-def through(room, a, D1: tl.constexpr, D2: tl.constexpr):
+def through(room, a, F: tl.constexpr):
     """Return a matrix of several blocks by way of memory: some of it is a left factor."""
-    if D2 > 0:
-        put_matrix(room, a, D1, D2)
+    if F.D2 > 0:
+        put_matrix(room, a, F)
         tl.debug_barrier()  # every thread reads what others wrote
-        a = get_matrix(room, D1, D2)
+        a = get_matrix(room, F)
     return a
 
 
 @triton.jit
-def put_turned(to, a, dtype: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+def put_turned(to, a, dtype: tl.constexpr, F: tl.constexpr):
     """Write a' [D, D]."""
-    store4(to, cast4(a, dtype), D, D1, D2, D, D1, D2, 1, D)
+    store4(to, cast4(a, dtype), F, F, 1, F.D)
 
 
 @triton.jit
 def key_gradient(
     kept, room, weights, dm, u, c, s, side, LEARNED: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
+    F: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Write WR' for dM' [V, F]; returns dM' and Z' = P dM' in float16, their units, and d coefficients 1 and 3. Several
     blocks are in `room` then. side as in `beside_ones`."""
-    dm, um = half(dm, D2, D2)
-    dm = through(room, dm, D1, D2)
-    z = scale4(product(load(kept, P, D1, D2), dm, D2), um * u[0])
+    dm, um = half(dm, F, F)
+    dm = through(room, dm, F)
+    z = scale4(product(load(kept, P, F), dm, F), um * u[0])
     if side is not None:
-        p1, _, d1 = beside_ones(side, s, OFF, D, D1, D2)
-        z = rank1(z, p1, d1, D2, D2)
+        p1, _, d1 = beside_ones(side, s, OFF, F)
+        z = rank1(z, p1, d1, F, F)
     dc1 = 0.0
     dc3 = 0.0
     if LEARNED:
-        dc1 = trace(z, D2)
-        dc3 = inner(trans4(load(kept, R, D1, D2)), z, u[3], D2)
-    put_weight(weights + WOFF[3], scale4(z, s * c[2]), dtype, D, D1, D2)
-    z, uz = half(z, D2, D2)
-    return dm, um, through(room + (D1 + D2) * (D1 + D2), z, D1, D2), uz, dc1, dc3
+        dc1 = trace(z, F)
+        dc3 = inner(trans4(load(kept, R, F)), z, u[3], F)
+    put_weight(weights + WOFF[3], scale4(z, s * c[2]), dtype, F)
+    z, uz = half(z, F, F)
+    return dm, um, through(room + (F.D1 + F.D2) * (F.D1 + F.D2), z, F), uz, dc1, dc3
 
 
 @triton.jit
 def weight(
     kept, weights, dm, um, z, uz, u, c, s, side, PART: tl.constexpr, LEARNED: tl.constexpr, OFF: tl.constexpr,
-    WOFF: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
+    WOFF: tl.constexpr, F: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Write WP' (PART 0), WC' (1), WW (2) or WS (3) of `algebra.weights`; of a ratio, with the first two, the rows
     too. Returns d coefficients 4 (PART 2) and 2 (PART 3)."""
     _, us, uc, _, uw, ut = u
     dc = 0.0
     if PART == 0:
-        x = scale4(product(trans4(load(kept, T, D1, D2)), trans4(dm), D2), s * um * ut)
-        put_turned(weights + WOFF[0], x, dtype, D, D1, D2)
+        x = scale4(product(trans4(load(kept, T, F)), trans4(dm), F), s * um * ut)
+        put_turned(weights + WOFF[0], x, dtype, F)
         if side is not None:
-            put_key_row(side, weights + WOFF[0], load(kept, T, D1, D2), s * ut, OFF, D, D1, D2)
+            put_key_row(side, weights + WOFF[0], load(kept, T, F), s * ut, OFF, F)
     elif PART == 1:
-        x = scale4(product(load(kept, S, D1, D2), trans4(dm), D2), s * c[1] * us * um)
-        put_turned(weights + WOFF[2], x, dtype, D, D1, D2)
+        x = scale4(product(load(kept, S, F), trans4(dm), F), s * c[1] * us * um)
+        put_turned(weights + WOFF[2], x, dtype, F)
         if side is not None:
-            put_query_row(side, weights + WOFF[2], load(kept, S, D1, D2), s * us * c[1], OFF, D, D1, D2)
+            put_query_row(side, weights + WOFF[2], load(kept, S, F), s * us * c[1], OFF, F)
     elif PART == 2:
-        x = scale4(product(load(kept, S, D1, D2), trans4(z), D2), us * uz)
+        x = scale4(product(load(kept, S, F), trans4(z), F), us * uz)
         if LEARNED:
-            dc = inner(load(kept, W, D1, D2), x, uw, D2)
-        put_weight(weights + WOFF[4], symmetric(scale4(x, s * c[3]), D2), dtype, D, D1, D2)
+            dc = inner(load(kept, W, F), x, uw, F)
+        put_weight(weights + WOFF[4], symmetric(scale4(x, s * c[3]), F), dtype, F)
     else:
-        y = scale4(product(load(kept, C, D1, D2), dm, D2), uc * um)
+        y = scale4(product(load(kept, C, F), dm, F), uc * um)
         if side is not None:
-            _, q1, d1 = beside_ones(side, s, OFF, D, D1, D2)
-            y = rank1(y, q1, d1, D2, D2)
+            _, q1, d1 = beside_ones(side, s, OFF, F)
+            y = rank1(y, q1, d1, F, F)
         if LEARNED:
-            dc = inner(load(kept, S, D1, D2), y, us, D2)
-        x = scale4(product(load(kept, W, D1, D2), z, D2), s * c[3] * uw * uz)
-        put_weight(weights + WOFF[1], symmetric(add4(x, scale4(y, s * c[1]), D2, D2), D2), dtype, D, D1, D2)
+            dc = inner(load(kept, S, F), y, us, F)
+        x = scale4(product(load(kept, W, F), z, F), s * c[3] * uw * uz)
+        put_weight(weights + WOFF[1], symmetric(add4(x, scale4(y, s * c[1]), F, F), F), dtype, F)
     return dc
 
 
 @triton.jit
 def all_weights(
     kept, units, room, weights, dm, c, s, side, LEARNED: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, dtype: tl.constexpr,
+    F: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Write all five for dM' [V, F]; returns d coefficients."""
     u = load_units(units)
-    dm, um, z, uz, dc1, dc3 = key_gradient(
-        kept, room, weights, dm, u, c, s, side, LEARNED, OFF, WOFF, D, D1, D2, dtype
-    )
-    weight(kept, weights, dm, um, z, uz, u, c, s, side, 0, LEARNED, OFF, WOFF, D, D1, D2, dtype)
-    weight(kept, weights, dm, um, z, uz, u, c, s, side, 1, LEARNED, OFF, WOFF, D, D1, D2, dtype)
-    dc4 = weight(kept, weights, dm, um, z, uz, u, c, s, side, 2, LEARNED, OFF, WOFF, D, D1, D2, dtype)
-    dc2 = weight(kept, weights, dm, um, z, uz, u, c, s, side, 3, LEARNED, OFF, WOFF, D, D1, D2, dtype)
+    dm, um, z, uz, dc1, dc3 = key_gradient(kept, room, weights, dm, u, c, s, side, LEARNED, OFF, WOFF, F, dtype)
+    weight(kept, weights, dm, um, z, uz, u, c, s, side, 0, LEARNED, OFF, WOFF, F, dtype)
+    weight(kept, weights, dm, um, z, uz, u, c, s, side, 1, LEARNED, OFF, WOFF, F, dtype)
+    dc4 = weight(kept, weights, dm, um, z, uz, u, c, s, side, 2, LEARNED, OFF, WOFF, F, dtype)
+    dc2 = weight(kept, weights, dm, um, z, uz, u, c, s, side, 3, LEARNED, OFF, WOFF, F, dtype)
     return dc1, dc2, dc3, dc4
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mixture_weights(
     q, g, kept, units, room, weights, rows, grads, vectors, coefficients, dcoefficients, qs, gs, N, H, scale,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KG: tl.constexpr, ALIGN: tl.constexpr,
+    F: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The weights of the token gradients of one head, and unless dcoefficients is None its d coefficients; of several
     blocks WR', and what `mixture_products` starts from. Of a ratio dM is in grads [B * H, KG], of
@@ -136,16 +133,16 @@ def mixture_weights(
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     side = None
-    rows += head * 3 * D
+    rows += head * 3 * F.D
     if grads is None:
         q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
-        dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, D, F1, F2, D, F1, F2, BN, PREC)
+        dm, sg = sum_gradient(q, g, qn, gn, 0, N, MEAN, F, F, BN, PREC)
         if CENTER > 0 or MEAN:
-            put_rows(rows, sg, N[1], MEAN, D, F1, F2)
+            put_rows(rows, sg, N[1], MEAN, F)
     else:
         grads += head * KG
         side = (vectors + head * K, grads, rows, N[1])
-        dm = load4(grads, D, F1, F2, D, F1, F2, 1, D)
+        dm = load4(grads, F, F, 1, F.D)
     kept += head * KF
     units += head * 8
     room += head * KR
@@ -153,15 +150,13 @@ def mixture_weights(
     c = load_coefficients(coefficients, h, 5)
     LEARNED: tl.constexpr = dcoefficients is not None
     dtype: tl.constexpr = q.dtype.element_ty
-    if F2 == 0:
-        dc = all_weights(kept, units, room, weights, dm, c, scale, side, LEARNED, OFF, WOFF, D, F1, F2, dtype)
+    if F.D2 == 0:
+        dc = all_weights(kept, units, room, weights, dm, c, scale, side, LEARNED, OFF, WOFF, F, dtype)
         if LEARNED:
             store_coefficients(dcoefficients, pid, dc)
     else:
         u = load_units(units)
-        _, um, _, uz, dc1, dc3 = key_gradient(
-            kept, room, weights, dm, u, c, scale, side, LEARNED, OFF, WOFF, D, F1, F2, dtype
-        )
+        _, um, _, uz, dc1, dc3 = key_gradient(kept, room, weights, dm, u, c, scale, side, LEARNED, OFF, WOFF, F, dtype)
         tl.store(units + 6, um)
         tl.store(units + 7, uz)
         if LEARNED:
@@ -171,8 +166,8 @@ def mixture_weights(
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def mixture_products(
     kept, units, room, weights, rows, grads, vectors, coefficients, dcoefficients, N, H, scale, OFF: tl.constexpr,
-    K: tl.constexpr, KG: tl.constexpr, D: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, KF: tl.constexpr,
-    KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
+    K: tl.constexpr, KG: tl.constexpr, F: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr,
+    KW: tl.constexpr,
 ):  # fmt: skip
     """Compute the other four weights of a head by four programs, whose registers one would not have."""
     pid = tl.program_id(0) // 4
@@ -185,13 +180,13 @@ def mixture_products(
     part = tl.program_id(0) % 4
     side = None
     if grads is not None:
-        side = (vectors + head * K, grads + head * KG, rows + head * 3 * D, N[1])
+        side = (vectors + head * K, grads + head * KG, rows + head * 3 * F.D, N[1])
     LEARNED: tl.constexpr = dcoefficients is not None
     for PART in tl.static_range(4):
         if part == PART:
             dc = weight(
-                kept + head * KF, weights + head * KW, load(room, 0, F1, F2), um, load(room, 1, F1, F2), uz, u, c,
-                scale, side, PART, LEARNED, OFF, WOFF, D, F1, F2, weights.dtype.element_ty,
+                kept + head * KF, weights + head * KW, load(room, 0, F), um, load(room, 1, F), uz, u, c,
+                scale, side, PART, LEARNED, OFF, WOFF, F, weights.dtype.element_ty,
             )  # fmt: skip
             if LEARNED and PART == 2:
                 store_coefficients(dcoefficients, pid * 3 + 1, (0.0, 0.0, 0.0, dc))
