@@ -26,9 +26,9 @@ def own_sums(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
     """Return the sums of this device's tokens, with room for their number behind them."""
     call = Call(spec._replace(scale=1.0), q, k, v, None)
     new = torch.empty if call.most > 0 else torch.zeros
-    out = new(call.bh * call.lay.k + 1, device=q.device)
+    out = new(call.bh * call.lay.K + 1, device=q.device)
     if call.most > 0:
-        sums = out[:-1].view(call.bh, call.lay.k)
+        sums = out[:-1].view(call.bh, call.lay.K)
         launch.add_parts_call(call, *launch.reduce_call(call, sums, False), sums)
     return out
 
@@ -75,7 +75,7 @@ class Shared(NamedTuple):
         call, first = self.call(), self.spec.alone(self.q.dtype)
         dq, ratio = torch.empty_like(self.q, memory_format=torch.contiguous_format), None if first else call.ratio()
         if call.most == 0:
-            length = call.lay.fd * (call.lay.dv + 1) if first else call.lay.kg
+            length = call.lay.fd * (call.lay.dv + 1) if first else call.lay.KG
             grads = torch.zeros(call.bh, length, device=g.device)
         elif first:
             grads = launch.first_query_call(call, g, dq, Saved.of(buffer, call))

@@ -140,29 +140,34 @@ class Widths(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Offsets of a head's float32 state (P, S, C, R, W, sum q, sum k, sum v, m1, anchor) and of its weights, and their
-    lengths."""
+    """Offsets in a head's float32 state, a constexpr argument; those of P, S, C, R, W are of the weights WP', WS, WC',
+    WR', WW too. K, KW and KG: lengths of a head's state, weights, and dM' with sum g after room for F behind it, or of
+    a ratio the gradient of m1."""
 
-    off: tuple[int, ...]
-    k: int
-    woff: tuple[int, ...]
-    kw: int
+    P: int
+    S: int
+    C: int
+    R: int
+    W: int
+    SUM_Q: int
+    SUM_K: int
+    SUM_V: int
+    M1: int
+    ROW: int  # the anchor plus the mean of v
+    K: int
+    KW: int
+    KG: int
     fd: int
     dv: int
 
-    @property
-    def kg(self) -> int:
-        """Length of a head's dM' and, behind it, sum g after room for F, or of a ratio the gradient of m1."""
-        return self.fd * self.dv + self.fd + self.dv
-
     def vectors(self) -> Layout:
         """Return the state without its moments."""
-        shift = self.off[5]
-        return self._replace(off=tuple(max(0, x - shift) for x in self.off), k=self.k - shift)
+        names = ("SUM_Q", "SUM_K", "SUM_V", "M1", "ROW", "K")
+        return self._replace(**{name: getattr(self, name) - self.SUM_Q for name in names})
 
     def floats(self, itemsize: int) -> int:
         """Length of one head's operator and state."""
-        return self.matrix_floats(itemsize) + self.k
+        return self.matrix_floats(itemsize) + self.K
 
     def matrix_floats(self, itemsize: int) -> int:
         """Room of one operator [F, V] of tokens of `itemsize` bytes, in float32 and whole 16 bytes."""
@@ -171,18 +176,17 @@ class Layout(NamedTuple):
 
 def layout(spec: Spec, w: Widths) -> Layout:
     """Sizes of the buffers of one head; only what the call writes takes room."""
-    order, dv = ORDERS[spec.op], w.V.D
-    fd = w.F.D
+    order, fd, dv = ORDERS[spec.op], w.F.D, w.V.D
     ff, fv = fd * fd, fd * dv
     # int: torch 2.11 cannot multiply a symbol by a bool
     sums = int(spec.sums)
     ones = int(spec.normalize)
     sizes = (
         fv * int(order != 2), ff * int(order == 2 or order >= 4), fv * int(order in (2, 5)), ff * int(order in (3, 5)),
-        ff * int(order >= 4), fd * sums, fd * sums, dv * sums, fd * ones, dv * int(spec.normalize),
+        ff * int(order >= 4), fd * sums, fd * sums, dv * sums, fd * ones, dv * ones,
     )  # fmt: skip
-    off = tuple(sum(sizes[:i]) for i in range(len(sizes)))
-    return Layout(off, sum(sizes), off[:5], off[5], fd, dv)
+    starts = dict(zip(Layout._fields, (sum(sizes[:i]) for i in range(11)), strict=False))
+    return Layout(**starts, KW=sum(sizes[:5]), KG=fv + fd + dv, fd=fd, dv=dv)
 
 
 def alignment(*tensors: Tensor) -> int:

@@ -77,8 +77,8 @@ def load_coefficients(ptr, h, ORDER: tl.constexpr):
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def head_forward(
     q, k, v, o, state, matrix, qs, ks, vs, os, N, H, G, scale, eps, NORM: tl.constexpr, ALIGN: tl.constexpr,
-    F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr,
-    BO: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """o = q M of one head, M = s P; NORM: a ratio. SAVE: M and the vectors that `loops.first` reads."""
     pid = tl.program_id(0)
@@ -99,9 +99,9 @@ def head_forward(
     out, unit = cast_operator(out, q.dtype.element_ty, NORM, F, V)
     if SAVE:
         store4(matrix + pid.to(tl.int64) * F.D * V.D, out, F, V, V.D, 1)
-        to = state + pid.to(tl.int64) * K
-        store_vec(to + OFF[8], m1, F)
-        store_vec(to + OFF[9], row, V)
+        to = state + pid.to(tl.int64) * L.K
+        store_vec(to + L.M1, m1, F)
+        store_vec(to + L.ROW, row, V)
     read_out(
         q, at_head(o, os, at, h, ALIGN), qn, os[1] * ALIGN, 0, N, out, m1, row, eps, NORM, False, F, V, BO, PREC, unit
     )

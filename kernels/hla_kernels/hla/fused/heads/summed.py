@@ -56,11 +56,11 @@ def one_by_one(m, ORDER: tl.constexpr, F: tl.constexpr):
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_forward(
     q, k, v, o, vectors, matrix, factors, units, qs, ks, vs, os, N, H, scale, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
-    DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
+    KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """o of one head. SAVE: its sums, if there are any (NORM: m1 and mean value too), at OFF of vectors [B * H, K], its
+    """o of one head. SAVE: its sums, if there are any (NORM: m1 and mean value too), at vectors [B * H, K], its
     factors [B * H, KF] and units [B * H, 4], M [B * H, D, D] of a ratio and of first order."""
     SUMMED: tl.constexpr = NORM or MEAN or CENTER > 0
     pid = tl.program_id(0)
@@ -73,11 +73,11 @@ def summed_forward(
     HERE: tl.constexpr = not (SAVE or (NORM and F.D2 > 0))
     raw, sums, _ = sum_moments(q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMMED, False, True, F, F, BN, PREC)
     m = scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F, F)
-    vectors += head * K
+    vectors += head * L.K
     if SAVE and SUMMED:
-        store_vec(vectors + OFF[5], sums[0], F)
-        store_vec(vectors + OFF[6], sums[1], F)
-        store_vec(vectors + OFF[7], sums[2], F)
+        store_vec(vectors + L.SUM_Q, sums[0], F)
+        store_vec(vectors + L.SUM_K, sums[1], F)
+        store_vec(vectors + L.SUM_V, sums[2], F)
     if NORM or MEAN:
         row = axpy2(row, 1.0 / n, sums[2], F)
     p1, q1 = ones_moments(sums, scale, CENTER, F)
@@ -130,8 +130,8 @@ def summed_forward(
         if ORDER > 1 and HERE:
             put_factors(factors + head * KF, units + head * 4, factor, u, ORDER, F)
         if NORM:
-            store_vec(vectors + OFF[8], m1, F)
-            store_vec(vectors + OFF[9], row, F)
+            store_vec(vectors + L.M1, m1, F)
+            store_vec(vectors + L.ROW, row, F)
         if NORM or ORDER == 1:
             store4(matrix + head * F.D * F.D, out, F, F, F.D, 1)
     o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
@@ -151,9 +151,9 @@ def part_of(i, loops, late):
 def summed_backward(
     q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, weights, rows, qs, ks, vs, gs, dqs, dks, dvs,
     N, H, scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    ALIGN: tl.constexpr, F: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
-    WOFF: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr, WRITE: tl.constexpr,
-    LATE: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr,
+    BO: tl.constexpr, LOOPS: tl.constexpr, WRITE: tl.constexpr, LATE: tl.constexpr, DELAY: tl.constexpr,
+    SLOTS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one head in LOOPS passes (`part_of`), which need less shared memory than a single pass.
     LATE: dq last."""
@@ -163,7 +163,7 @@ def summed_backward(
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     ratio = ratio_of(ratio, head, N[0], NORM)
-    vectors += head * K
+    vectors += head * L.K
     matrix += head * F.D * F.D
     rows += head * 3 * F.D
     # of two blocks of columns dM', rows and, of hla3, all that the last pass reads do not fit in registers together
@@ -173,18 +173,18 @@ def summed_backward(
     ROWS: tl.constexpr = SUMMED and (CUT or (not NORM and ORDER == 3 and LOOPS > 1))
     dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio, vectors, matrix, units + head * 4, room + head * KR, rows + 2 * F.D, LATER, ORDER,
-        NORM, MEAN, F, OFF, BN, PREC,
+        NORM, MEAN, F, L, BN, PREC,
     )  # fmt: skip
     if AGAIN:
         weights += head * KR
         row = stored_algebra(
             row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
-            ORDER, CENTER, MEAN, F, OFF, WOFF,
+            ORDER, CENTER, MEAN, F, L,
         )  # fmt: skip
     else:
         mt, w, row = summed_algebra(
             dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-            q.dtype.element_ty, LATER, ORDER, NORM, CENTER, MEAN, F, OFF,
+            q.dtype.element_ty, LATER, ORDER, NORM, CENTER, MEAN, F, L,
         )  # fmt: skip
     if NORM or ROWS:
         row = rows_by_memory(rows, row, F)
@@ -193,11 +193,11 @@ def summed_backward(
     for part in tl.static_range(LOOPS):
         if AGAIN:
             mt = trans4(load4(matrix, F, F, F.D, 1))
-            w = load_weights(weights, ORDER, WOFF, F, F)
+            w = load_weights(weights, ORDER, L, F, F)
         if ROWS:
             row = load_rows3(at_rows, F)
         write_grads(
-            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio, w, 1.0, row,
+            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + L.M1, ratio, w, 1.0, row,
             part_of(part, LOOPS, LATE), ORDER, NORM, SUMMED, F, F, BO, PREC, WRITE,
         )  # fmt: skip
 
@@ -205,37 +205,36 @@ def summed_backward(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_weights(
     q, g, ratio, vectors, matrix, factors, units, room, weights, rows, qs, gs, N, H, scale, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
+    KF: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_backward` up to its last pass, left to `split.apply_grads`: for heads of many tokens. Writes M unless the
     forward has."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
-    vectors += head * K
+    vectors += head * L.K
     matrix += head * F.D * F.D
     q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
     CUT: tl.constexpr = not NORM and ORDER > 1 and F.D2 > 0
     rows += head * 3 * F.D
     dm, row_v, one = gradient_of_head(
         q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, units + head * 4, room + head * KR,
-        rows + 2 * F.D, CUT, ORDER, NORM, MEAN, F, OFF, BN, PREC,
+        rows + 2 * F.D, CUT, ORDER, NORM, MEAN, F, L, BN, PREC,
     )  # fmt: skip
-    weights += head * KW
+    weights += head * L.KW
     if CUT:
         row = stored_algebra(
             row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
-            ORDER, CENTER, MEAN, F, OFF, WOFF,
+            ORDER, CENTER, MEAN, F, L,
         )  # fmt: skip
     else:
         mt, w, row = summed_algebra(
             dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-            q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, F, OFF,
+            q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, F, L,
         )  # fmt: skip
         if not NORM and ORDER > 1:
             store4(matrix, mt, F, F, 1, F.D)
-        store_weights(weights, w, ORDER, WOFF, F)
+        store_weights(weights, w, ORDER, L, F)
     if NORM or MEAN or CENTER > 0:
         store_rows3(rows, row, F)
 
@@ -243,8 +242,8 @@ def summed_weights(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_queries(
     q, g, ratio, vectors, matrix, units, room, parts, ones, qs, gs, N, H, chunk, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    KR: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, KR: tl.constexpr,
+    PARTS: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_gradient` of one part of a head of a ratio by itself: its sums fill the registers. dM' of a head of one
     part goes to room in units of units[3], otherwise to parts [B * H, PARTS, D, D] in float32; the gradient of m1 to
@@ -260,8 +259,8 @@ def summed_queries(
         lo = pid % PARTS * chunk
         N = upto(lo + chunk, N)
     dm, _, one = summed_gradient(
-        q, g, qn, gn, lo, N, eps, ratio, vectors + head * K, matrix + head * F.D * F.D, ORDER, NORM, MEAN, F,
-        OFF, BN, PREC,
+        q, g, qn, gn, lo, N, eps, ratio, vectors + head * L.K, matrix + head * F.D * F.D, ORDER, NORM, MEAN, F,
+        L, BN, PREC,
     )  # fmt: skip
     if PARTS > 1:
         store4(parts + place * F.D * F.D, dm, F, F, F.D, 1)
@@ -275,8 +274,8 @@ def summed_queries(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_middle(
     vectors, matrix, factors, units, room, parts, ones, weights, rows, N, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    KF: tl.constexpr, KR: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr, PARTS: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, KF: tl.constexpr,
+    KR: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights and rows of one head of a ratio from what `summed_queries` left."""
     head = tl.program_id(0).to(tl.int64)
@@ -291,34 +290,34 @@ def summed_middle(
             dm = add4(dm, load4(parts + part * F.D * F.D, F, F, F.D, 1), F, F)
             one = axpy2(one, 1.0, load_vec(ones + part * F.D, F), F)
     _, w, row = summed_algebra(
-        dm, one, one, (n, n), scale, vectors + head * K, matrix + head * F.D * F.D, factors + head * KF,
-        units + head * 4, room + head * KR, matrix.dtype.element_ty, PARTS == 1, ORDER, NORM, CENTER, MEAN, F, OFF,
+        dm, one, one, (n, n), scale, vectors + head * L.K, matrix + head * F.D * F.D, factors + head * KF,
+        units + head * 4, room + head * KR, matrix.dtype.element_ty, PARTS == 1, ORDER, NORM, CENTER, MEAN, F, L,
     )  # fmt: skip
     store_rows3(rows + head * 3 * F.D, row, F)
-    store_weights(weights + head * KW, w, ORDER, WOFF, F)
+    store_weights(weights + head * L.KW, w, ORDER, L, F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_tokens(
     q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, ones, rows, qs, ks, vs, gs, dqs, dks, dvs, N,
     H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr,
-    F: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, BO: tl.constexpr,
-    LOOPS: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, L: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
+    TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one head of a ratio from what `summed_queries` left. TILED: as in `write_grads`."""
     pid = tl.program_id(0)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
-    vectors += head * K
+    vectors += head * L.K
     one = load_vec(ones + head * F.D, F)
     mt, w, row = summed_algebra(
         one, one, one, N, scale, vectors, matrix + head * F.D * F.D, factors + head * KF,
-        units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, F, OFF,
+        units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, F, L,
     )  # fmt: skip
     row = rows_by_memory(rows + head * 3 * F.D, row, F)
     dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
     for part in tl.static_range(LOOPS):
         write_grads(
-            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + OFF[8], ratio_of(ratio, head,
+            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + L.M1, ratio_of(ratio, head,
             N[0], NORM), w, 1.0, row, part_of(part, LOOPS, False), ORDER, NORM, True, F, F, BO, PREC, TILED=TILED,
         )  # fmt: skip

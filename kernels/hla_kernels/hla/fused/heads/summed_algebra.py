@@ -63,7 +63,7 @@ def anchor_ones(mt, m1, F: tl.constexpr):
 @triton.jit
 def summed_gradient(
     q, g, qn, gn, lo, N, eps, ratio, vectors, matrix, ORDER: tl.constexpr, NORM: tl.constexpr, MEAN: tl.constexpr,
-    F: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dM', what all dv have in common, and of a ratio the gradient of m1 for v centred, of the tokens lo .. N[0]; fills
     ratio."""
@@ -71,14 +71,14 @@ def summed_gradient(
     one = row
     if NORM:
         dm, dm1 = sum_ratio(
-            q, g, q, qn, gn, qn, lo, N, load4(matrix, F, F, F.D, 1), load_vec(vectors + OFF[8], F),
-            load_vec(vectors + OFF[9], F), eps, ratio, ORDER, False, F, F, BN, PREC,
+            q, g, q, qn, gn, qn, lo, N, load4(matrix, F, F, F.D, 1), load_vec(vectors + L.M1, F),
+            load_vec(vectors + L.ROW, F), eps, ratio, ORDER, False, F, F, BN, PREC,
         )  # fmt: skip
         if F.D1 + F.D2 > F.D:
             dm = inside(dm, F)
-        mean = load_vec(vectors + OFF[7], F)
+        mean = load_vec(vectors + L.SUM_V, F)
         mean = (mean[0] / N[1], mean[1] / N[1])
-        anchor = axpy2(mean, -1.0, load_vec(vectors + OFF[9], F), F)  # -a
+        anchor = axpy2(mean, -1.0, load_vec(vectors + L.ROW, F), F)  # -a
         if alike(BN, F.D2, F.D1, F.D2):
             one = end_pairs(add_rows(dm1, dm, anchor), F)
         else:
@@ -93,7 +93,7 @@ def summed_gradient(
 @triton.jit
 def gradient_of_head(
     q, g, qn, gn, N, eps, ratio, vectors, matrix, units, room, to, LATER: tl.constexpr, ORDER: tl.constexpr,
-    NORM: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, OFF: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    NORM: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """`summed_gradient` of all tokens. LATER, not of a ratio: what all dv have in common goes to memory, and dM' of
     two blocks of columns to room in units of units[3], so that no registers hold them."""
@@ -112,7 +112,7 @@ def gradient_of_head(
         tl.debug_barrier()  # every thread reads what others wrote
         out = (dm, to, z)
     else:
-        out = summed_gradient(q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, F, OFF, BN, PREC)
+        out = summed_gradient(q, g, qn, gn, 0, N, eps, ratio, vectors, matrix, ORDER, NORM, MEAN, F, L, BN, PREC)
     return out
 
 
@@ -127,12 +127,12 @@ def taken(at, MEAN: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def sums_of(vectors, SUMMED: tl.constexpr, OFF: tl.constexpr, W: tl.constexpr):
+def sums_of(vectors, SUMMED: tl.constexpr, L: tl.constexpr, W: tl.constexpr):
     """Return the kept sums of q, k and v, zeros unless SUMMED."""
     z = zeros2(W)
     out = (z, z, z)
     if SUMMED:
-        out = (load_vec(vectors + OFF[5], W), load_vec(vectors + OFF[6], W), load_vec(vectors + OFF[7], W))
+        out = (load_vec(vectors + L.SUM_Q, W), load_vec(vectors + L.SUM_K, W), load_vec(vectors + L.SUM_V, W))
     return out
 
 
@@ -151,14 +151,13 @@ def inside(a, W: tl.constexpr):
 @triton.jit
 def summed_algebra(
     dm, row_v, one, N, scale, vectors, matrix, factors, units, room, dtype: tl.constexpr, READY: tl.constexpr,
-    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr,
-    OFF: tl.constexpr,
+    ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """M', the weights (WP', WS, WC', WR', WW) of `algebra.weights`, as far as the order has them, in a dtype, and the
     rows of dq, dk, dv, from what `summed_gradient` gave (READY: dM' is what was left in room, in units of units[3],
     and row_v where it is); room for three matrices."""
     AREA: tl.constexpr = (F.D1 + F.D2) * (F.D1 + F.D2)
-    sums = sums_of(vectors, NORM or MEAN or CENTER > 0, OFF, F)
+    sums = sums_of(vectors, NORM or MEAN or CENTER > 0, L, F)
     z = zeros2(F)
     if not NORM and ORDER > 1 and F.D2 == 0:
         mt, w = loaded_products(factors, units, dm, scale, ORDER, F, dtype)
@@ -177,7 +176,7 @@ def summed_algebra(
         if NORM:
             p1, q1 = ones_moments(sums, scale, CENTER, F)
             ones = p1 if ORDER > 2 else q1
-        mean = (vectors + OFF[7], N[1])
+        mean = (vectors + L.SUM_V, N[1])
         if ORDER == 4:
             t = again(room + AREA, times(m[1], m[2], F, F, F), F)
             pd = times(m[0], dm, F, F, F)
@@ -209,7 +208,7 @@ def summed_algebra(
 @triton.jit
 def stored_algebra(
     row_v, N, scale, vectors, matrix, factors, units, room, weights, ORDER: tl.constexpr, CENTER: tl.constexpr,
-    MEAN: tl.constexpr, F: tl.constexpr, OFF: tl.constexpr, WOFF: tl.constexpr,
+    MEAN: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """`summed_algebra` of what `gradient_of_head` left in room, whose matrices do not fit in registers together: M goes
     to matrix and each weight to weights when it is computed. Gives the rows, taken of what was written."""
@@ -230,13 +229,13 @@ def stored_algebra(
     for name in tl.static_range(5):
         if has_weight(name, ORDER):
             w = half_weight(m, u, t, dm, pd, scale * unit, name, ORDER, F, dtype)
-            store4(weights + WOFF[name], w, F, F, F.D, 1)
+            store4(weights + L[name], w, F, F, F.D, 1)
     tl.debug_barrier()  # every thread reads what others wrote
     z = zeros2(F)
     rows = (z, z, z)
     if CENTER > 0 or MEAN:
-        w = load_weights(weights, ORDER, WOFF, F, F)
-        sums = sums_of(vectors, True, OFF, F)
+        w = load_weights(weights, ORDER, L, F, F)
+        sums = sums_of(vectors, True, L, F)
         row_v = taken(row_v, MEAN, F)
         rows = centre_rows(w, 1.0, sums, z, z, row_v, N[1], ORDER, CENTER, MEAN, F, F)
     return rows
@@ -334,8 +333,8 @@ def rows_by_memory(to, rows, W: tl.constexpr):
 
 
 @triton.jit
-def store_weights(to, w, ORDER: tl.constexpr, WOFF: tl.constexpr, W: tl.constexpr):
+def store_weights(to, w, ORDER: tl.constexpr, L: tl.constexpr, W: tl.constexpr):
     """Write the weights that an order has."""
     for name in tl.static_range(5):
         if has_weight(name, ORDER):
-            store4(to + WOFF[name], w[name], W, W, W.D, 1)
+            store4(to + L[name], w[name], W, W, W.D, 1)

@@ -38,7 +38,7 @@ def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None
     """Compute dq, dk, dv (per query head) of first order in one launch."""
     q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v, g, *outs)
-    sizes = {name: x for name, x in call.sizes().items() if name not in ("OFF", "K")}
+    sizes = {name: x for name, x in call.sizes().items() if name != "L"}
     launch(
         head_backward, call.bh,
         q, k, v, g, *outs, *at, call.n, call.h, call.g, call.scale, ALIGN=a, **sizes,
@@ -62,7 +62,7 @@ def reduce_call(call: Call, out: Tensor | None, final: bool) -> tuple[Tensor | N
     q, k, v, spec = call.q, call.k, call.v, call.spec
     config = call.tiles(plan.reduce_config, spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
-    partial = out if parts == 1 else call.buffer(parts, call.bh, call.lay.k)
+    partial = out if parts == 1 else call.buffer(parts, call.bh, call.lay.K)
     at, a = placed(q, k, v)
     roles = plan.reduce_roles(spec, call.w, q.dtype)
     launch(
@@ -79,8 +79,8 @@ def combine_call(call: Call, partial: Tensor | None, parts: int, state: Tensor |
     blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
     launch(
         combine, call.bh * blocks,
-        partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=spec.sums, FD=lay.fd, DV=lay.dv,
-        OFF=lay.off, K=lay.k, BLOCKS=blocks, BLOCK=BLOCK, ONES=spec.normalize or spec.mean_path,
+        partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=spec.sums, L=lay,
+        BLOCKS=blocks, BLOCK=BLOCK, ONES=spec.normalize or spec.mean_path,
         **call.pick("ORDER", "CENTER", "RIDGE"),
     )  # fmt: skip
 
@@ -140,12 +140,12 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
     config = call.tiles(plan.readout_config, call.spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, g)
-    grads = call.buffer(call.bh, lay.kg)
-    partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.kg)
+    grads = call.buffer(call.bh, lay.KG)
+    partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.KG)
     launch(
         reduce_readout, call.bh * parts,
         q, g, saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh, call.spec.eps,
-        SUMS=call.spec.mean_path or call.spec.center == "qk", ALIGN=a, KG=lay.kg, TURNED=call.turned, DIVIDED=twice,
+        SUMS=call.spec.mean_path or call.spec.center == "qk", ALIGN=a, TURNED=call.turned, DIVIDED=twice,
         **call.pick("ORDER", "NORM"), **call.sizes(), **config,
     )  # fmt: skip
     add_parts_call(call, partial, parts, grads)
@@ -155,9 +155,9 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
 def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return weights [B * H, KW], rows [B * H, 2 F + V] and parts [B, H, blocks, 4] of d coefficients."""
     lay, sizes = call.lay, call.middle_sizes("middle_grads")
-    weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
+    weights = call.buffer(call.bh, lay.KW, dtype=call.weights_dtype)
     rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
-    common = {**sizes, "WOFF": lay.woff, "KW": lay.kw, "KG": lay.kg, "TURNED": call.turned}
+    common = {**sizes, "TURNED": call.turned}
     scalars = (call.n, call.h, call.scale)
     blocks = -(-lay.dv // sizes["BR"])
     launch(
@@ -214,7 +214,7 @@ def apply_grads_call(
     rows_done: bool,
 ) -> None:
     """Compute dq, dk, dv from the weights of every head in one launch."""
-    q, k, v, lay = call.q, call.k, call.v, call.lay
+    q, k, v = call.q, call.k, call.v
     many = call.own() and not paths.few_heads(call.planned, call.most)
     once = many and paths.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
     config = call.tiles(plan.apply_config, "backward", call.spec, call.w, q.dtype, once, call.g > 1)
@@ -224,7 +224,7 @@ def apply_grads_call(
     launch(
         apply_grads, call.bh * parts * config["ROLES"],
         q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, *at, call.n, call.h, call.g, parts, chunk,
-        ALIGN=a, WOFF=lay.woff, KW=lay.kw, ROWS_DONE=rows_done,
+        ALIGN=a, ROWS_DONE=rows_done,
         TILED=plan.tiles_of_ones(call.spec, call.w, rows_done),
         **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **call.sizes(), **config,
     )  # fmt: skip

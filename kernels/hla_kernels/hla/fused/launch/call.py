@@ -28,7 +28,7 @@ class Saved(NamedTuple):
         lay, dtype = call.lay, operator_dtype(call.q.dtype)
         start = call.bh * lay.matrix_floats(dtype.itemsize)
         matrix = buffer[:start].view(dtype)[: call.bh * lay.fd * lay.dv]
-        return cls(buffer[start : start + call.bh * lay.k].view(call.bh, lay.k), matrix.view(call.bh, lay.fd, lay.dv))
+        return cls(buffer[start : start + call.bh * lay.K].view(call.bh, lay.K), matrix.view(call.bh, lay.fd, lay.dv))
 
 
 def pad(d: int) -> int:
@@ -86,13 +86,13 @@ class Call:
 
     def sizes(self) -> dict:
         """Return the constexpr arguments of a pass over tokens in the split path."""
-        return {**self.w._asdict(), "OFF": self.lay.off, "K": self.lay.k, "PREC": self.prec["PREC"]}
+        return {**self.w._asdict(), "L": self.lay, "PREC": self.prec["PREC"]}
 
     def middle_sizes(self, kernel: str) -> dict:
         """Constexpr of the D x D kernels of `plan.middle_config`."""
         lay, mid = self.lay, self.prec["MID"]
         config = self.tiles(plan.middle_config, kernel, self.spec, self.w, max(lay.fd, lay.dv), self.planned, mid)
-        return {**self.w._asdict(), "OFF": lay.off, "K": lay.k, "MID": mid, **config}
+        return {**self.w._asdict(), "L": lay, "MID": mid, **config}
 
     def ratio(self) -> Tensor | None:
         """Allocate 1 / den and d loss / d den per token [B * H, N, 2] for a normalised backward, else None."""

@@ -25,18 +25,18 @@ def tiles(call: Call, kernel: str) -> dict[str, int]:
 
 def means(call: Call) -> dict:
     """Return the constexpr arguments of kernels that sum tokens in addition to moments. A ratio centres values too."""
-    lay, flags = call.lay.vectors(), call.pick("CENTER", "MEAN")
-    return {"OFF": lay.off, "K": lay.k, **flags, "MEAN": flags["MEAN"] or call.spec.normalize}
+    flags = call.pick("CENTER", "MEAN")
+    return {"L": call.lay.vectors(), **flags, "MEAN": flags["MEAN"] or call.spec.normalize}
 
 
 def kept_of(call: Call, saved: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Float16 matrices [B * H, MATRICES, F, F], units [B * H, 8], vectors [B * H, K] and operators [B * H, D, D] of a
     buffer of `plan.special.mixture_floats`, or room for what a forward needs of an empty one."""
     lay = call.lay.vectors()
-    sizes = (8, MATRICES * area(call) // 2, lay.k, lay.matrix_floats(call.q.element_size()))
+    sizes = (8, MATRICES * area(call) // 2, lay.K, lay.matrix_floats(call.q.element_size()))
     buffer = saved if saved.numel() > 0 else call.buffer(call.bh * sum(sizes))
     units, kept, vectors, matrix = buffer.split([call.bh * x for x in sizes])
-    return kept.view(torch.float16), units, vectors.view(call.bh, lay.k), matrix.view(call.q.dtype).view(call.bh, -1)
+    return kept.view(torch.float16), units, vectors.view(call.bh, lay.K), matrix.view(call.q.dtype).view(call.bh, -1)
 
 
 def mixture_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
@@ -86,11 +86,11 @@ def weights_call(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return weights, rows and parts of d coefficients, of what was kept and g, or of grads of `readout_grad`."""
     q, lay, wide = call.q, call.lay, call.w.F.D2 > 0
-    weights, off = call.buffer(call.bh, lay.kw, dtype=q.dtype), lay.vectors()
+    weights = call.buffer(call.bh, lay.KW, dtype=q.dtype)
     rows = call.buffer(call.bh, 3 * lay.fd if call.spec.sums else 0)
     dc = call.buffer(call.b, call.h, 3 if wide else 1, 4) if call.spec.learned else None
     room = half_room(call, 2) if wide else kept
-    common = {**square(call), "WOFF": lay.woff, "KW": lay.kw, "KR": 2 * area(call), "KG": lay.kg}
+    common = {**square(call), "KR": 2 * area(call)}
     at, a = placed(q, g)
     launch(
         mixture_weights, call.bh,
@@ -101,6 +101,6 @@ def weights_call(
         launch(
             mixture_products, 4 * call.bh,
             kept, units, room, weights, rows, grads, vectors, call.coefficients, dc, call.n, call.h, call.scale,
-            OFF=off.off, K=off.k, **common, **tiles(call, "products"), **unfused(call),
+            L=lay.vectors(), **common, **tiles(call, "products"), **unfused(call),
         )  # fmt: skip
     return weights, rows, dc

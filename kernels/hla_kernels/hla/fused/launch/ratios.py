@@ -21,7 +21,7 @@ def ratio_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     lay = call.lay = call.lay.vectors()
     launch(
         ratio_operator, call.bh,
-        kept, units, vectors, matrix, call.coefficients, call.n, call.h, call.scale, OFF=lay.off, K=lay.k,
+        kept, units, vectors, matrix, call.coefficients, call.n, call.h, call.scale, L=lay,
         **square(call), **tiles(call, "ratio"), **unfused(call),
     )  # fmt: skip
     apply_call(call, o, Saved(vectors, matrix))

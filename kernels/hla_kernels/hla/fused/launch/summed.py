@@ -36,7 +36,7 @@ class Kept(NamedTuple):
         """Split a buffer of `plan.sums.kept_floats`."""
         lay, size, dtype = call.lay.vectors(), call.lay.fd * call.lay.dv, call.q.dtype
         room = lay.matrix_floats(dtype.itemsize) if sums.keeps_operator(call.spec) else 0
-        lengths = [call.bh * x for x in (4, lay.k, room, plan.factors(call.spec) * area(call) // 2)]
+        lengths = [call.bh * x for x in (4, lay.K, room, plan.factors(call.spec) * area(call) // 2)]
         units, vectors, matrix, factors = buffer[: sum(lengths)].split(lengths)
         matrix = matrix.view(dtype)[: call.bh * size] if room else call.buffer(call.bh * size, dtype=dtype)
         return cls(vectors, matrix.view(call.bh, lay.fd, lay.dv), factors.view(torch.float16), units)
@@ -53,8 +53,7 @@ class Kept(NamedTuple):
 
 def summed_widths(call: Call) -> dict:
     """Return the constexpr widths of the kernels of `heads.summed`."""
-    lay = call.lay.vectors()
-    kept = {"OFF": lay.off, "K": lay.k, "KF": plan.factors(call.spec) * area(call)}
+    kept = {"L": call.lay.vectors(), "KF": plan.factors(call.spec) * area(call)}
     return {"F": call.w.F, **kept, **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
 
 
@@ -82,12 +81,13 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v, g, *outs)
     room, length = room_of(call, g)  # for three matrices, then for as many of the dtype of the tokens
-    rows, size = call.buffer(call.bh, 3 * call.lay.fd), area(call)
+    rows, sizes = call.buffer(call.bh, 3 * call.lay.fd), summed_widths(call)
+    if call.spec.op == "hla3":  # where the padded matrices of room are
+        sizes["L"] = sizes["L"]._replace(P=0, S=area(call), W=2 * area(call))
     launch(
         summed_backward, call.bh, q, k, v, g, *outs, call.ratio(), *Kept.of(saved, call), room, room.view(q.dtype),
-        rows, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a, KR=length, WOFF=(0, size, 0, 0, 2 * size),
-        PREC=call.prec["PREC"], **summed_widths(call),
-        **call.tiles(sums.backward_config, call.spec, call.w, call.most),
+        rows, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a, KR=length,
+        PREC=call.prec["PREC"], **sizes, **call.tiles(sums.backward_config, call.spec, call.w, call.most),
     )  # fmt: skip
 
 
@@ -97,11 +97,11 @@ def summed_two_step_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     call.lay = lay = call.lay.vectors()
     at, a = placed(q, g)
     room, length = room_of(call, g)
-    weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
+    weights = call.buffer(call.bh, lay.KW, dtype=call.weights_dtype)
     ratio, rows = call.ratio(), call.buffer(call.bh, 3 * lay.fd)
     launch(
         summed_weights, call.bh, q, g, ratio, *kept, room, weights, rows, *at, call.n, call.h, call.scale,
-        call.spec.eps, ALIGN=a, KR=length, WOFF=lay.woff, KW=lay.kw, PREC=call.prec["PREC"], **summed_widths(call),
+        call.spec.eps, ALIGN=a, KR=length, PREC=call.prec["PREC"], **summed_widths(call),
         **sums.SUMS,
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)
@@ -119,7 +119,7 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
     parts = call.buffer(call.bh, count, lay.fd, lay.dv) if count > 1 else None
     sizes = {**summed_widths(call), "KR": length}
     prec = call.prec["PREC"]
-    short = {x: sizes[x] for x in ("ORDER", "NORM", "MEAN", "F", "OFF", "K", "KR")}
+    short = {x: sizes[x] for x in ("ORDER", "NORM", "MEAN", "F", "L", "KR")}
     launch(
         summed_queries, call.bh * count, q, g, ratio, kept.vectors, kept.matrix, kept.units, room, parts, ones, *at,
         call.n, call.h, chunk, call.spec.eps, ALIGN=a, PREC=prec, PARTS=count, **short, **sums.SUMS,
@@ -131,9 +131,9 @@ def summed_ratio_call(call: Call, g: Tensor, outs: Outs, saved: Tensor, at_once:
             ALIGN=a, PREC=prec, **sizes, **call.tiles(sums.tokens_config, call.spec),
         )  # fmt: skip
         return
-    weights = call.buffer(call.bh, lay.kw, dtype=call.weights_dtype)
+    weights = call.buffer(call.bh, lay.KW, dtype=call.weights_dtype)
     launch(
-        summed_middle, call.bh, *kept, room, parts, ones, weights, rows, call.n, call.scale, WOFF=lay.woff, KW=lay.kw,
+        summed_middle, call.bh, *kept, room, parts, ones, weights, rows, call.n, call.scale,
         PARTS=count, **sizes, **sums.MIDDLE,
     )  # fmt: skip
     apply_grads_call(call, g, outs, Saved(kept.vectors, kept.matrix), ratio, weights, rows, True)

@@ -38,7 +38,7 @@ NO_SPECIALIZE = [
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def query_grads(
     q, g, dq, state, matrix, ratio, out, qs, gs, dqs, N, H, PARTS, chunk, heads, eps, ALIGN: tl.constexpr,
-    F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, and partial dM' [V, F] and dm1 [F] in out [PARTS, B * H, V F + F], of one part of one head.
 
@@ -51,16 +51,16 @@ def query_grads(
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
-    state += head * K
+    state += head * L.K
     hi = upto(lo + chunk, N)
-    m1 = load_vec(state + OFF[8], F)
+    m1 = load_vec(state + L.M1, F)
     if ratio is not None:
         dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, ratio + head * 2 * most, F, V, BN, PREC)
     else:
         m = cast4(load4(matrix + head * F.D * V.D, F, V, V.D, 1), q.dtype.element_ty)
         dm, dm1 = sum_ratio(
             q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, lo, hi, m, m1,
-            load_vec(state + OFF[9], V), eps, q, 1, True, F, V, BN, PREC,
+            load_vec(state + L.ROW, V), eps, q, 1, True, F, V, BN, PREC,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F)
     out += (part.to(tl.int64) * heads + head) * (V.D * F.D + F.D)
@@ -71,7 +71,7 @@ def query_grads(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def divide_grads(
     q, g, dq, state, matrix, ratio, qs, gs, dqs, N, H, PARTS, chunk, eps, ALIGN: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute ratio [B * H, N, 2] of one part of one head, and dq unless it is None."""
     b, h, part = place(H, PARTS)
@@ -83,10 +83,10 @@ def divide_grads(
     to = q
     if dq is not None:
         to = at_head(dq, dqs, at, h, ALIGN)
-    state += head * K
+    state += head * L.K
     divide_queries(
         at_head(q, qs, at, h, ALIGN), at_head(g, gs, at, h, ALIGN), to, qs[1] * ALIGN, gs[1] * ALIGN, dqs[1] * ALIGN,
-        lo, upto(lo + chunk, N), m, state + OFF[8], load_vec(state + OFF[9], V), eps,
+        lo, upto(lo + chunk, N), m, state + L.M1, load_vec(state + L.ROW, V), eps,
         ratio + head * 2 * most, dq is not None, F, V, BN, PREC,
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ def write_keys(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def key_grads(
     k, v, dk, dv, state, grads, ks, vs, dks, dvs, N, H, G, PARTS, chunk, scale, ALIGN: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one part of one head from the summed dM' and dm1 of `query_grads`."""
     b, h, part = place(H, PARTS)
@@ -140,29 +140,29 @@ def key_grads(
         at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
         at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, lo,
         upto(lo + chunk, N), load4(grads, V, F, F.D, 1), load_vec(grads + V.D * F.D, F),
-        load_vec(state + head * K + OFF[9], V), scale, F, V, BN, PREC, False,
+        load_vec(state + head * L.K + L.ROW, V), scale, F, V, BN, PREC, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def token_grads(
     q, k, v, g, dq, dk, dv, state, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, eps, ALIGN: tl.constexpr,
-    F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Run `query_grads` and `key_grads` of one head, with the sums in registers."""
     pid = tl.program_id(0)
     b, h = pid // H, pid % H
     at, N, scale = span(N, b, pid, scale)
     head = pid.to(tl.int64)
-    state += head * K
+    state += head * L.K
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     m = cast4(load4(matrix + head * F.D * V.D, F, V, V.D, 1), q.dtype.element_ty)
-    row = load_vec(state + OFF[9], V)
+    row = load_vec(state + L.ROW, V)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
     dm, dm1 = sum_ratio(
         q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, 0, N, m,
-        load_vec(state + OFF[8], F), row, eps, q, 1, True, F, V, BN, PREC,
+        load_vec(state + L.M1, F), row, eps, q, 1, True, F, V, BN, PREC,
     )  # fmt: skip
     PAIRS: tl.constexpr = alike(BN, F.D2, V.D1, V.D2)
     if not PAIRS:

@@ -37,36 +37,35 @@ def combine_section(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def combine(
     parts, state, PARTS, heads, scale, n, ridge, ORDER: tl.constexpr, ONES: tl.constexpr, CENTER: tl.constexpr,
-    RIDGE: tl.constexpr, SUMS: tl.constexpr, FD: tl.constexpr, DV: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    RIDGE: tl.constexpr, SUMS: tl.constexpr, L: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the parts [PARTS, B * H, K] of `reduce_moments` in order; scale, centre and ridge the moments."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     n, scale = means(n, head, scale)
-    p = parts + head * K
-    o = state + head * K
-    step = heads.to(tl.int64) * K
-    FF: tl.constexpr = FD * FD
-    FV: tl.constexpr = FD * DV
+    p = parts + head * L.K
+    o = state + head * L.K
+    step = heads.to(tl.int64) * L.K
+    FF: tl.constexpr = L.fd * L.fd
+    FV: tl.constexpr = L.fd * L.dv
     KEY: tl.constexpr = CENTER >= 1
     BOTH: tl.constexpr = CENTER == 2
     if ORDER != 2:
         combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[0], FV, DV, OFF[6], OFF[7], KEY or ONES, False, BLOCK
+            p, o, step, PARTS, block, scale, n, ridge, L.P, FV, L.dv, L.SUM_K, L.SUM_V, KEY or ONES, False, BLOCK
         )
     if ORDER == 2 or ORDER >= 4:
-        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[1], FF, FD, OFF[6], OFF[6], KEY, RIDGE, BLOCK)
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, L.S, FF, L.fd, L.SUM_K, L.SUM_K, KEY, RIDGE, BLOCK)
     if ORDER == 2 or ORDER == 5:
         combine_section(
-            p, o, step, PARTS, block, scale, n, ridge, OFF[2], FV, DV, OFF[5], OFF[7], BOTH or ONES, False, BLOCK
+            p, o, step, PARTS, block, scale, n, ridge, L.C, FV, L.dv, L.SUM_Q, L.SUM_V, BOTH or ONES, False, BLOCK
         )
     if ORDER == 3 or ORDER == 5:
-        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[3], FF, FD, OFF[6], OFF[5], KEY, RIDGE, BLOCK)
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, L.R, FF, L.fd, L.SUM_K, L.SUM_Q, KEY, RIDGE, BLOCK)
     if ORDER >= 4:
-        combine_section(p, o, step, PARTS, block, scale, n, ridge, OFF[4], FF, FD, OFF[5], OFF[5], BOTH, False, BLOCK)
+        combine_section(p, o, step, PARTS, block, scale, n, ridge, L.W, FF, L.fd, L.SUM_Q, L.SUM_Q, BOTH, False, BLOCK)
     if SUMS:
-        combine_section(p, o, step, PARTS, block, 1.0, n, ridge, OFF[5], 2 * FD + DV, 1, 0, 0, False, False, BLOCK)
+        combine_section(p, o, step, PARTS, block, 1.0, n, ridge, L.SUM_Q, 2 * L.fd + L.dv, 1, 0, 0, False, False, BLOCK)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)

@@ -109,16 +109,16 @@ def mul2(x, c, W: tl.constexpr):
 
 
 @triton.jit
-def state_anchor(s, n, OFF: tl.constexpr, V: tl.constexpr):
+def state_anchor(s, n, L: tl.constexpr, V: tl.constexpr):
     """Return the vector a of `algebra.anchor`, which a state keeps with the mean value added."""
-    return axpy2(load_vec(s + OFF[9], V), -1.0 / n, load_vec(s + OFF[7], V), V)
+    return axpy2(load_vec(s + L.ROW, V), -1.0 / n, load_vec(s + L.SUM_V, V), V)
 
 
 @triton.jit
-def moment_anchor(s, scale, ORDER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
+def moment_anchor(s, scale, ORDER: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """`algebra.anchor` of the moments of a state (normalised, so not centred)."""
-    sums = (load_vec(s + OFF[5], F), load_vec(s + OFF[6], F))
-    MOMENT: tl.constexpr = OFF[2] if ORDER == 2 else OFF[0]
+    sums = (load_vec(s + L.SUM_Q, F), load_vec(s + L.SUM_K, F))
+    MOMENT: tl.constexpr = L.C if ORDER == 2 else L.P
     m = load4(s + MOMENT, F, V, V.D, 1)
     return anchor((m, m, m), mul2(sums[1], scale, F), mul2(sums[0], scale, F), sums, ORDER, F, V)
 
@@ -126,54 +126,54 @@ def moment_anchor(s, scale, ORDER: tl.constexpr, OFF: tl.constexpr, F: tl.conste
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle(
     state, matrix, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    OFF: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, ANCHORED: tl.constexpr,
+    L: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
     """matrix [B * H, F, V] = M and, when normalised, m1 into the state; the anchor too unless ANCHORED."""
     BLOCKS: tl.constexpr = (F.D + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
     r = (tl.program_id(0) % BLOCKS) * BR
-    s = state + head * K
+    s = state + head * L.K
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     if ORDER == 2 and NORM and not ANCHORED:  # first: it reads the matrix that is multiplied
-        a = moment_anchor(s, scale, ORDER, OFF, F, V)
+        a = moment_anchor(s, scale, ORDER, L, F, V)
     if ORDER == 1:
-        m = rows_of(s + OFF[0], r, BR, F.D, V, V.D, 1)
+        m = rows_of(s + L.P, r, BR, F.D, V, V.D, 1)
     elif ORDER == 2:
-        t = rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1)
-        m = times(t, load4(s + OFF[2], F, V, V.D, 1), BR, F, V, MID)
+        t = rows_of(s + L.S, r, BR, F.D, F, F.D, 1)
+        m = times(t, load4(s + L.C, F, V, V.D, 1), BR, F, V, MID)
     else:
         if ORDER == 3:
-            t = rows_of(s + OFF[3], r, BR, F.D, F, F.D, 1)
+            t = rows_of(s + L.R, r, BR, F.D, F, F.D, 1)
         else:
-            si = rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1)
-            t = times(si, load_symmetric(s + OFF[4], F), BR, F, F, MID)
+            si = rows_of(s + L.S, r, BR, F.D, F, F.D, 1)
+            t = times(si, load_symmetric(s + L.W, F), BR, F, F, MID)
             if ORDER == 5:
-                t = axpy2(mul2(t, c4, F), c3, rows_of(s + OFF[3], r, BR, F.D, F, F.D, 1), F)
-        m = times(t, load4(s + OFF[0], F, V, V.D, 1), BR, F, V, MID)
+                t = axpy2(mul2(t, c4, F), c3, rows_of(s + L.R, r, BR, F.D, F, F.D, 1), F)
+        m = times(t, load4(s + L.P, F, V, V.D, 1), BR, F, V, MID)
         if ORDER == 5:
-            m = axpy2(m, c2, times(si, load4(s + OFF[2], F, V, V.D, 1), BR, F, V, MID), V)
-            m = axpy2(m, c1, rows_of(s + OFF[0], r, BR, F.D, V, V.D, 1), V)
+            m = axpy2(m, c2, times(si, load4(s + L.C, F, V, V.D, 1), BR, F, V, MID), V)
+            m = axpy2(m, c1, rows_of(s + L.P, r, BR, F.D, V, V.D, 1), V)
     i = r + tl.arange(0, BR)
     if NORM:
         m1 = tl.zeros([BR], tl.float32)
         if ORDER == 2:
-            m1 = scale * dot_rows(t, load_vec(s + OFF[5], F), F)
+            m1 = scale * dot_rows(t, load_vec(s + L.SUM_Q, F), F)
         if ORDER >= 3:
-            m1 = scale * dot_rows(t, load_vec(s + OFF[6], F), F)
+            m1 = scale * dot_rows(t, load_vec(s + L.SUM_K, F), F)
         if ORDER == 1 or ORDER == 5:
-            m1 += scale * c1 * vec(s + OFF[6], r, BR, F.D)
+            m1 += scale * c1 * vec(s + L.SUM_K, r, BR, F.D)
         if ORDER == 5:
-            m1 += scale * c2 * dot_rows(si, load_vec(s + OFF[5], F), F)
-        tl.store(s + OFF[8] + i, m1, mask=i < F.D)
+            m1 += scale * c2 * dot_rows(si, load_vec(s + L.SUM_Q, F), F)
+        tl.store(s + L.M1 + i, m1, mask=i < F.D)
         if ANCHORED:
-            a = state_anchor(s, n, OFF, V)
+            a = state_anchor(s, n, L, V)
         else:
             if ORDER != 2:
-                a = moment_anchor(s, scale, ORDER, OFF, F, V)
+                a = moment_anchor(s, scale, ORDER, L, F, V)
             if r == 0:
-                vbar = load_vec(s + OFF[7], V)
-                store_vec(s + OFF[9], axpy2(a, 1.0 / n, vbar, V), V)
+                vbar = load_vec(s + L.SUM_V, V)
+                store_vec(s + L.ROW, axpy2(a, 1.0 / n, vbar, V), V)
         m = plus_rank1(m, -m1, a, V)
     put_rows(matrix + head * F.D * V.D, r, BR, F.D, V, m)
 
@@ -181,37 +181,37 @@ def middle(
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_value(
     state, grads, weights, rows, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr,
+    MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over V: WP' = s (c1 dM' + c3 dM' R + c4 dM' S W), WC' = s c2 dM' S, and the row of dv."""
     BLOCKS: tl.constexpr = (V.D + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
     r = (tl.program_id(0) % BLOCKS) * BR
-    s = state + head * K
-    g = grads + head * KG
+    s = state + head * L.K
+    g = grads + head * L.KG
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     x = rows_of(g, r, BR, V.D, F, 1 if TURNED else F.D, V.D if TURNED else 1)  # dM'_i
     if CENTER == 2:
-        x = plus_rank1(x, vec(g + V.D * F.D + F.D, r, BR, V.D) * (-1.0 / n), load_vec(s + OFF[5], F), F)
-    w = weights + head * KW
+        x = plus_rank1(x, vec(g + V.D * F.D + F.D, r, BR, V.D) * (-1.0 / n), load_vec(s + L.SUM_Q, F), F)
+    w = weights + head * L.KW
     row = tl.zeros([BR], tl.float32)
     wp = x
     if ORDER == 2 or ORDER >= 4:
-        y = times(x, load_symmetric(s + OFF[1], F), BR, F, F, MID)
+        y = times(x, load_symmetric(s + L.S, F), BR, F, F, MID)
         if ORDER == 2 or ORDER == 5:
-            put_rows(w + WOFF[2], r, BR, V.D, F, mul2(y, scale * c2, F))
+            put_rows(w + L.C, r, BR, V.D, F, mul2(y, scale * c2, F))
         if ORDER >= 4:
-            wp = times(y, load_symmetric(s + OFF[4], F), BR, F, F, MID)
+            wp = times(y, load_symmetric(s + L.W, F), BR, F, F, MID)
     if ORDER == 3 or ORDER == 5:
-        z = times(x, load4(s + OFF[3], F, F, F.D, 1), BR, F, F, MID)
+        z = times(x, load4(s + L.R, F, F, F.D, 1), BR, F, F, MID)
         if ORDER == 3:
             wp = z
         else:
             wp = axpy2(axpy2(mul2(x, c1, F), c3, z, F), c4, wp, F)
     if ORDER != 2:
-        put_rows(w + WOFF[0], r, BR, V.D, F, mul2(wp, scale, F))
+        put_rows(w + L.P, r, BR, V.D, F, mul2(wp, scale, F))
     if MEAN:
         row = vec(g + V.D * F.D + F.D, r, BR, V.D) / n
     i = r + tl.arange(0, BR)

@@ -21,9 +21,7 @@ from . import (
 
 
 @triton.jit
-def ones_grads(
-    g, s, r, scale, NORM: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr
-):
+def ones_grads(g, s, r, scale, NORM: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr):
     """Return (d1, d1_i, p1_i, q1, q1_i): the gradient of m1, and P and C of v = 1; _i are rows r..r+BR."""
     d1 = zeros2(F)
     d1i = tl.zeros([BR], tl.float32)
@@ -33,9 +31,9 @@ def ones_grads(
     if NORM:
         d1 = load_vec(g + V.D * F.D, F)
         d1i = vec(g + V.D * F.D, r, BR, F.D)
-        p1i = scale * vec(s + OFF[6], r, BR, F.D)
-        q1 = mul2(load_vec(s + OFF[5], F), scale, F)
-        q1i = scale * vec(s + OFF[5], r, BR, F.D)
+        p1i = scale * vec(s + L.SUM_K, r, BR, F.D)
+        q1 = mul2(load_vec(s + L.SUM_Q, F), scale, F)
+        q1i = scale * vec(s + L.SUM_Q, r, BR, F.D)
     return d1, d1i, p1i, q1, q1i
 
 
@@ -68,7 +66,7 @@ def rounded(x):
 @triton.jit
 def token_rows(
     s, g, w, mi, d1, d1i, r, n, scale, c, NORM: tl.constexpr, CENTER: tl.constexpr, ORDER: tl.constexpr,
-    OFF: tl.constexpr, WOFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, HALF: tl.constexpr,
+    L: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Elements r..r+BR of the rows of dq and dk that come from the column of ones, less what WC' and WP' give the mean
     value as products read them, and from the row of the read-out."""
@@ -78,50 +76,50 @@ def token_rows(
         row_q -= dot_rows(mi, load_vec(g + V.D * F.D + F.D, V), V) / n
     if NORM:
         if CENTER <= 1 and (ORDER == 2 or ORDER == 5):
-            row_q += scale * c[1] * dot_rows(rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1), d1, F)
+            row_q += scale * c[1] * dot_rows(rows_of(s + L.S, r, BR, F.D, F, F.D, 1), d1, F)
         if CENTER == 0 and (ORDER == 1 or ORDER == 5):
             row_k += scale * c[0] * d1i
         if CENTER == 0 and (ORDER == 3 or ORDER == 5):
-            row_k += scale * c[2] * dot_columns(s + OFF[3], d1, r, BR, F, F.D, False)
+            row_k += scale * c[2] * dot_columns(s + L.R, d1, r, BR, F, F.D, False)
         if CENTER == 0 and ORDER >= 4:
-            sd = vecmat(d1, load_symmetric(s + OFF[1], F), F, F)
-            row_k += scale * c[3] * dot_rows(rows_of(s + OFF[4], r, BR, F.D, F, F.D, 1), sd, F)
-        total = load_vec(s + OFF[7], V)
+            sd = vecmat(d1, load_symmetric(s + L.S, F), F, F)
+            row_k += scale * c[3] * dot_rows(rows_of(s + L.W, r, BR, F.D, F, F.D, 1), sd, F)
+        total = load_vec(s + L.SUM_V, V)
         if ORDER == 2 or ORDER == 5:
-            row_q -= dot_columns(w + WOFF[2], total, r, BR, V, F.D, HALF) / n
+            row_q -= dot_columns(w + L.C, total, r, BR, V, F.D, HALF) / n
         if ORDER != 2:
-            row_k -= dot_columns(w + WOFF[0], total, r, BR, V, F.D, HALF) / n
+            row_k -= dot_columns(w + L.P, total, r, BR, V, F.D, HALF) / n
     return row_q, row_k
 
 
 @triton.jit
 def readout_rows(
-    s, g, r, n, CENTER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
+    s, g, r, n, CENTER: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows r..r+BR of dM. TURNED: dM [F, V] is stored, not dM' [V, F]."""
     x = rows_of(g, r, BR, F.D, V, V.D if TURNED else 1, 1 if TURNED else F.D)
     if CENTER == 2:
         sg = mul2(load_vec(g + V.D * F.D + F.D, V), -1.0 / n, V)
-        x = plus_rank1(x, vec(s + OFF[5], r, BR, F.D), sg, V)
+        x = plus_rank1(x, vec(s + L.SUM_Q, r, BR, F.D), sg, V)
     return x
 
 
 @triton.jit
 def readout_whole(
-    s, g, n, CENTER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, TURNED: tl.constexpr
+    s, g, n, CENTER: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr, TURNED: tl.constexpr
 ):
     """Return the full dM'."""
     dmt = load4(g, V, F, 1 if TURNED else F.D, V.D if TURNED else 1)
     if CENTER == 2:
         sg = mul2(load_vec(g + V.D * F.D + F.D, V), -1.0 / n, V)
-        dmt = rank1(dmt, sg, load_vec(s + OFF[5], F), V, F)
+        dmt = rank1(dmt, sg, load_vec(s + L.SUM_Q, F), V, F)
     return dmt
 
 
 @triton.jit
 def times_readout(
-    a, s, g, r, ai, dmt, n, CENTER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
+    a, s, g, r, ai, dmt, n, CENTER: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
     MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows r..r+BR of A dM' for a moment A [F, V] in memory, ai its rows; dM' as `readout_whole` gives it."""
@@ -136,19 +134,19 @@ def times_readout(
 
 @triton.jit
 def query_moment_grad(
-    s, g, r, n, scale, NORM: tl.constexpr, CENTER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    s, g, r, n, scale, NORM: tl.constexpr, CENTER: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
     BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows of C dM' and of C dM' + dM C'."""
-    ci = rows_of(s + OFF[2], r, BR, F.D, V, V.D, 1)
-    dmt = readout_whole(s, g, n, CENTER, OFF, F, V, TURNED)
-    ct = times_readout(s + OFF[2], s, g, r, ci, dmt, n, CENTER, OFF, F, V, BR, MID, TURNED)
-    x = readout_rows(s, g, r, n, CENTER, OFF, F, V, BR, TURNED)
+    ci = rows_of(s + L.C, r, BR, F.D, V, V.D, 1)
+    dmt = readout_whole(s, g, n, CENTER, L, F, V, TURNED)
+    ct = times_readout(s + L.C, s, g, r, ci, dmt, n, CENTER, L, F, V, BR, MID, TURNED)
+    x = readout_rows(s, g, r, n, CENTER, L, F, V, BR, TURNED)
     if V.D2 < 64:
-        y = plus_times(ct, x, load4(s + OFF[2], V, F, 1, V.D), V, F, MID)
+        y = plus_times(ct, x, load4(s + L.C, V, F, 1, V.D), V, F, MID)
     else:
-        y = plus_times_late(ct, x, s + OFF[2], V, F, 1, V.D, MID)
-    d1, d1i, _, q1, q1i = ones_grads(g, s, r, scale, NORM, OFF, F, V, BR)
+        y = plus_times_late(ct, x, s + L.C, V, F, 1, V.D, MID)
+    d1, d1i, _, q1, q1i = ones_grads(g, s, r, scale, NORM, L, F, V, BR)
     ct = plus_rank1(ct, q1i, d1, F)
     y = plus_rank1(plus_rank1(y, q1i, d1, F), d1i, q1, F)
     return ct, y
@@ -157,9 +155,8 @@ def query_moment_grad(
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_key(
     state, grads, weights, rows, coefficients, dcoefficients, matrix, cross, N, H, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    WOFF: tl.constexpr, KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
-    HALF: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr,
+    MID: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Rows over F, after `middle_grads_value`: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross
     [B * H, F, F], float32) where `middle_grads_pair` follows. HALF: products with float16 tokens read the weights and
@@ -168,28 +165,28 @@ def middle_grads_key(
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
     r = (tl.program_id(0) % BLOCKS) * BR
-    s = state + head * K
-    g = grads + head * KG
+    s = state + head * L.K
+    g = grads + head * L.KG
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
-    w = weights + head * KW
+    w = weights + head * L.KW
     if ORDER == 2:
-        _, ds = query_moment_grad(s, g, r, n, scale, NORM, CENTER, OFF, F, V, BR, MID, TURNED)
-        put_rows(w + WOFF[1], r, BR, F.D, F, mul2(ds, scale, F))
+        _, ds = query_moment_grad(s, g, r, n, scale, NORM, CENTER, L, F, V, BR, MID, TURNED)
+        put_rows(w + L.S, r, BR, F.D, F, mul2(ds, scale, F))
     if ORDER >= 3:
-        dmt = readout_whole(s, g, n, CENTER, OFF, F, V, TURNED)
-        pi = rows_of(s + OFF[0], r, BR, F.D, V, V.D, 1)
-        zt = times_readout(s + OFF[0], s, g, r, pi, dmt, n, CENTER, OFF, F, V, BR, MID, TURNED)
-        x = readout_rows(s, g, r, n, CENTER, OFF, F, V, BR, TURNED)
-        d1, d1i, p1i, _, _ = ones_grads(g, s, r, scale, NORM, OFF, F, V, BR)
+        dmt = readout_whole(s, g, n, CENTER, L, F, V, TURNED)
+        pi = rows_of(s + L.P, r, BR, F.D, V, V.D, 1)
+        zt = times_readout(s + L.P, s, g, r, pi, dmt, n, CENTER, L, F, V, BR, MID, TURNED)
+        x = readout_rows(s, g, r, n, CENTER, L, F, V, BR, TURNED)
+        d1, d1i, p1i, _, _ = ones_grads(g, s, r, scale, NORM, L, F, V, BR)
         zt = plus_rank1(zt, p1i, d1, F)
         if ORDER >= 4:
             put_rows(cross + head * F.D * F.D, r, BR, F.D, F, zt)
         if ORDER == 3 or ORDER == 5:
-            put_rows(w + WOFF[3], r, BR, F.D, F, mul2(zt, scale * c[2], F))
+            put_rows(w + L.R, r, BR, F.D, F, mul2(zt, scale * c[2], F))
         if dcoefficients is not None:
             p = dcoefficients + (head * BLOCKS + tl.program_id(0) % BLOCKS) * 4
             tl.store(p, tl.sum(rowdot(pi, x, V)) + tl.sum(p1i * d1i))
-            tl.store(p + 2, tl.sum(rowdot(rows_of(s + OFF[3], r, BR, F.D, F, 1, F.D), zt, F)))
+            tl.store(p + 2, tl.sum(rowdot(rows_of(s + L.R, r, BR, F.D, F, 1, F.D), zt, F)))
     mi = rows_of(matrix + head * F.D * V.D, r, BR, F.D, V, V.D, 1)
     if HALF:
         mi = (rounded(mi[0]), rounded(mi[1]))
@@ -198,7 +195,7 @@ def middle_grads_key(
     if NORM:
         d1 = load_vec(g + V.D * F.D, F)
         d1i = vec(g + V.D * F.D, r, BR, F.D)
-    row_q, row_k = token_rows(s, g, w, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, OFF, WOFF, F, V, BR, HALF)
+    row_q, row_k = token_rows(s, g, w, mi, d1, d1i, r, n, scale, c, NORM, CENTER, ORDER, L, F, V, BR, HALF)
     i = r + tl.arange(0, BR)
     o = rows + head * (2 * F.D + V.D)
     tl.store(o + i, row_q, mask=i < F.D)
@@ -208,8 +205,8 @@ def middle_grads_key(
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def middle_grads_pair(
     state, grads, weights, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr,
-    KW: tl.constexpr, KG: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, TURNED: tl.constexpr,
+    CENTER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Rows over F of WS and WW for M = S W P, by two programs: s (W Z' + Z W) and s (Z' S + S Z), Z' = P dM' in
     `cross`.
@@ -221,32 +218,32 @@ def middle_grads_pair(
     head = (tl.program_id(0) // (2 * BLOCKS)).to(tl.int64)
     n, scale = means(N, head, scale)
     r = block * BR
-    s = state + head * K
-    w = weights + head * KW
+    s = state + head * L.K
+    w = weights + head * L.KW
     z = cross + head * F.D * F.D
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     if tl.program_id(0) % 2 == 0:
         zti = rows_of(z, r, BR, F.D, F, F.D, 1)
-        dw = times(zti, load_symmetric(s + OFF[1], F), BR, F, F, MID)
+        dw = times(zti, load_symmetric(s + L.S, F), BR, F, F, MID)
         if dcoefficients is not None:
-            e = rowdot(rows_of(s + OFF[4], r, BR, F.D, F, F.D, 1), dw, F)
+            e = rowdot(rows_of(s + L.W, r, BR, F.D, F, F.D, 1), dw, F)
             tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 3, tl.sum(e))
-        si = rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1)
+        si = rows_of(s + L.S, r, BR, F.D, F, F.D, 1)
         dw = plus_times(dw, si, load4(z, F, F, 1, F.D), F, F, MID)
-        put_rows(w + WOFF[4], r, BR, F.D, F, mul2(dw, scale * c[3], F))
+        put_rows(w + L.W, r, BR, F.D, F, mul2(dw, scale * c[3], F))
     else:
-        wi = rows_of(s + OFF[4], r, BR, F.D, F, F.D, 1)
+        wi = rows_of(s + L.W, r, BR, F.D, F, F.D, 1)
         ds = times(wi, load4(z, F, F, F.D, 1), BR, F, F, MID)
         zi = rows_of(z, r, BR, F.D, F, 1, F.D)
-        ds = mul2(plus_times(ds, zi, load_symmetric(s + OFF[4], F), F, F, MID), c[3], F)
+        ds = mul2(plus_times(ds, zi, load_symmetric(s + L.W, F), F, F, MID), c[3], F)
         if ORDER == 5:
-            g = grads + head * KG
-            ct, y = query_moment_grad(s, g, r, n, scale, NORM, CENTER, OFF, F, V, BR, MID, TURNED)
+            g = grads + head * L.KG
+            ct, y = query_moment_grad(s, g, r, n, scale, NORM, CENTER, L, F, V, BR, MID, TURNED)
             if dcoefficients is not None:
-                e = rowdot(rows_of(s + OFF[1], r, BR, F.D, F, F.D, 1), ct, F)
+                e = rowdot(rows_of(s + L.S, r, BR, F.D, F, F.D, 1), ct, F)
                 tl.store(dcoefficients + (head * BLOCKS + block) * 4 + 1, tl.sum(e))
             ds = axpy2(ds, c[1], y, F)
-        put_rows(w + WOFF[1], r, BR, F.D, F, mul2(ds, scale, F))
+        put_rows(w + L.S, r, BR, F.D, F, mul2(ds, scale, F))
 
 
 @triton.jit(do_not_specialize=["B", "H", "BLOCKS"])

@@ -31,7 +31,7 @@ def mixture_floats(spec: Spec, w: Widths, itemsize: int) -> int:
     """Return the float32 numbers per head that a forward of `heads.mixture` saves: matrices, units, vectors and the
     operator."""
     lay = layout(spec, w).vectors()
-    return MATRICES * w.F.padded ** 2 // 2 + 8 + lay.k + lay.matrix_floats(itemsize)
+    return MATRICES * w.F.padded ** 2 // 2 + 8 + lay.K + lay.matrix_floats(itemsize)
 
 
 def pairs_at_once(n: int) -> bool:

@@ -20,7 +20,7 @@ def kept_floats(spec: Spec, w: Widths, dtype: torch.dtype) -> int:
     """Return the float32 numbers per head that a forward of `heads.summed` saves."""
     lay = layout(spec, w)
     operator = lay.matrix_floats(dtype.itemsize) if keeps_operator(spec) else 0
-    return factor_floats(spec, w) + (lay.vectors().k + operator if spec.sums else 0)
+    return factor_floats(spec, w) + (lay.vectors().K + operator if spec.sums else 0)
 
 
 def turns(spec: Spec, w: Widths, n: int) -> dict[str, int]:

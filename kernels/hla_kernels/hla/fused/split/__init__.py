@@ -3,7 +3,7 @@
 Forward and backward.
 
 `state` holds, per (batch, head) and in float32, the moments P [F, V], S, C [F, V], R, W [F, F] an operator needs and
-the vectors sum q, sum k [F], sum v [V], m1 [F], anchor [V]; OFF are their offsets in this order and K is the length.
+the vectors sum q, sum k [F], sum v [V], m1 [F], anchor [V], at the offsets of `spec.Layout`.
 Every program writes separate partial sums, which `combine` adds in a fixed order: no atomics, deterministic.
 """
 

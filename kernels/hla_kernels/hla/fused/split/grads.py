@@ -12,25 +12,25 @@ NO_SPECIALIZE = ["qs", "ks", "vs", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PA
 
 
 @triton.jit
-def load_weights(w, ORDER: tl.constexpr, WOFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
+def load_weights(w, ORDER: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """Load the weights (WP', WS, WC', WR', WW) of an order; weights that it does not have repeat another one."""
     if ORDER == 2:
-        wc = load4(w + WOFF[2], V, F, F.D, 1)
-        ws = load4(w + WOFF[1], F, F, F.D, 1)
+        wc = load4(w + L.C, V, F, F.D, 1)
+        ws = load4(w + L.S, F, F, F.D, 1)
         out = (wc, ws, wc, ws, ws)
     else:
-        wp = load4(w + WOFF[0], V, F, F.D, 1)
+        wp = load4(w + L.P, V, F, F.D, 1)
         ws = wp
         wc = wp
         wr = wp
         ww = wp
         if ORDER >= 4:
-            ws = load4(w + WOFF[1], F, F, F.D, 1)
-            ww = load4(w + WOFF[4], F, F, F.D, 1)
+            ws = load4(w + L.S, F, F, F.D, 1)
+            ww = load4(w + L.W, F, F, F.D, 1)
         if ORDER == 5:
-            wc = load4(w + WOFF[2], V, F, F.D, 1)
+            wc = load4(w + L.C, V, F, F.D, 1)
         if ORDER == 3 or ORDER == 5:
-            wr = load4(w + WOFF[3], F, F, F.D, 1)
+            wr = load4(w + L.R, F, F, F.D, 1)
         out = (wp, ws, wc, wr, ww)
     return out
 
@@ -44,14 +44,14 @@ def read_rows(rows, F: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def part_grads(
     tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr,
-    WOFF: tl.constexpr, ROWS_DONE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TILED: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    ROWS_DONE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of one part of the gradients and write it for tokens lo..hi."""
     ROW: tl.constexpr = MEAN or CENTER > 0
     mt = trans4(load4(matrix, F, V, V.D, 1))
-    w = load_weights(weights, ORDER, WOFF, F, V)
-    m1 = state + OFF[8]
+    w = load_weights(weights, ORDER, L, F, V)
+    m1 = state + L.M1
     if NORM:
         row = (rows, rows + F.D, rows + 2 * F.D)
     elif ROW and ROWS_DONE:
@@ -59,7 +59,7 @@ def part_grads(
     else:
         row = (zeros2(F), zeros2(F), zeros2(V))
     if ROW and not NORM and not ROWS_DONE:
-        sums = (load_vec(state + OFF[5], F), load_vec(state + OFF[6], F), load_vec(state + OFF[7], V))
+        sums = (load_vec(state + L.SUM_Q, F), load_vec(state + L.SUM_K, F), load_vec(state + L.SUM_V, V))
         read, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F, V)
         row = centre_rows(read, unit, sums, row[0], row[1], row[2], n, ORDER, CENTER, MEAN, F, V)
         more = read_rows(rows, F, V)  # loaded last to save registers
@@ -78,10 +78,10 @@ def part_grads(
 def apply_grads(
     q, k, v, g, dq, dk, dv, state, matrix, ratio, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr,
-    F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, WOFF: tl.constexpr, KW: tl.constexpr,
-    BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr, TILED: tl.constexpr, PREC: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
+    TILED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` at WOFF and rows
+    """Compute dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` and rows
     [B * H, 2 F + V].
 
     ROLES = 2: neighbouring programs write dq, and dk with dv, so that each holds half of the weights. ROLES = 3:
@@ -103,27 +103,27 @@ def apply_grads(
     grads = (at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN))
     tn = (qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN, gs[1] * ALIGN)
     gn = (dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN)
-    state += head * K
+    state += head * L.K
     matrix += head * F.D * V.D
-    weights += head * KW
+    weights += head * L.KW
     rows += head * (2 * F.D + V.D)
     if ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN,
-            F, V, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            F, V, L, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 1, ORDER, NORM,
-            CENTER, MEAN, F, V, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, F, V, L, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, ROLES, ORDER, NORM,
-            CENTER, MEAN, F, V, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, F, V, L, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip
     else:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN,
-            F, V, OFF, WOFF, ROWS_DONE, BN, PREC, TILED,
+            F, V, L, ROWS_DONE, BN, PREC, TILED,
         )  # fmt: skip

@@ -13,31 +13,30 @@ NO_SPECIALIZE = ["qs", "ks", "vs", "N", "H", "G", "PARTS", "chunk", "heads", "sc
 
 @triton.jit
 def store_state(
-    state, m, sums, ORDER: tl.constexpr, SUMS: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr, V: tl.constexpr
+    state, m, sums, ORDER: tl.constexpr, SUMS: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr
 ):
     """Write the moments (natural orientation) and the token sums of one head."""
     if ORDER != 2 and ORDER < 6:
-        store4(state + OFF[0], m[0], F, V, V.D, 1)
+        store4(state + L.P, m[0], F, V, V.D, 1)
     if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8:
-        store4(state + OFF[1], m[1], F, F, F.D, 1)
+        store4(state + L.S, m[1], F, F, F.D, 1)
     if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9:
-        store4(state + OFF[2], m[2], F, V, V.D, 1)
+        store4(state + L.C, m[2], F, V, V.D, 1)
     if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
-        store4(state + OFF[3], m[3], F, F, F.D, 1)
+        store4(state + L.R, m[3], F, F, F.D, 1)
     if ORDER == 4 or ORDER == 5 or ORDER == 7:
-        store4(state + OFF[4], m[4], F, F, F.D, 1)
+        store4(state + L.W, m[4], F, F, F.D, 1)
     if SUMS:
-        store_vec(state + OFF[5], sums[0], F)
-        store_vec(state + OFF[6], sums[1], F)
-        store_vec(state + OFF[7], sums[2], V)
+        store_vec(state + L.SUM_Q, sums[0], F)
+        store_vec(state + L.SUM_K, sums[1], F)
+        store_vec(state + L.SUM_V, sums[2], V)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_moments(
     q, k, v, state, qs, ks, vs, N, H, G, PARTS, chunk, heads, scale, ridge, ORDER: tl.constexpr, NORM: tl.constexpr,
     CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr,
-    ROLES: tl.constexpr,
+    V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr, ROLES: tl.constexpr,
 ):  # fmt: skip
     """Compute partial sums of one part of one head, state [PARTS, B * H, K]; FINAL (one part): scaled and centred.
 
@@ -49,7 +48,7 @@ def reduce_moments(
     q = at_head(q, qs, at, h, ALIGN)
     k = at_head(k, ks, at, h // G, ALIGN)
     v = at_head(v, vs, at, h // G, ALIGN)
-    out = state + (part.to(tl.int64) * heads + b * H + h) * K
+    out = state + (part.to(tl.int64) * heads + b * H + h) * L.K
     lo = part * chunk
     hi = upto(lo + chunk, N)
     n = N[1]
@@ -59,9 +58,8 @@ def reduce_moments(
     for i in tl.static_range(ROLES):
         if role == i:
             part_moments(
-                q, k, v, tn, out, lo, hi, n, scale, ridge, order_of(i, ROLES, ORDER),
-                sums_of(i, ROLES, SUMS, FINAL, ORDER == 1 and NORM), NORM, CENTER, MEAN, RIDGE, F, V, OFF, BN, PREC,
-                FINAL,
+                q, k, v, tn, out, lo, hi, n, scale, ridge, order_of(i, ROLES, ORDER), sums_of(i, ROLES, SUMS, FINAL,
+                ORDER == 1 and NORM), NORM, CENTER, MEAN, RIDGE, F, V, L, BN, PREC, FINAL,
             )  # fmt: skip
 
 
@@ -82,7 +80,7 @@ def sums_of(i, roles, sums, final, keys):
 @triton.jit
 def part_moments(
     q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """Sum the moments of one order over tokens lo..hi and write them."""
@@ -92,5 +90,5 @@ def part_moments(
     if FINAL and NORM and ORDER < 6:
         p1, q1 = ones_moments(sums, scale, CENTER, F)
         row = axpy2(anchor(m, p1, q1, sums, ORDER, F, V), 1.0 / n, sums[2], V)
-        store_vec(out + OFF[9], row, V)
-    store_state(out, m, sums, ORDER, SUMS > 0 and ORDER < 6, OFF, F, V)
+        store_vec(out + L.ROW, row, V)
+    store_state(out, m, sums, ORDER, SUMS > 0 and ORDER < 6, L, F, V)

@@ -14,14 +14,13 @@ NO_SPECIALIZE = ["qs", "os", "gs", "N", "H", "PARTS", "chunk", "heads", "eps"]
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def apply(
     q, o, state, matrix, qs, os, N, H, PARTS, chunk, eps, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+    ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute o = q M for one part of one head; matrix [B * H, F, V] has the dtype of the tokens, or float32."""
     b, h, part = place(H, PARTS)
     at, N, _ = span(N, b, b * H + h, 0.0)
     head = (b * H + h).to(tl.int64)
-    state += head * K
+    state += head * L.K
     lo = part * chunk
     m = load4(matrix + head * F.D * V.D, F, V, V.D, 1)
     read, unit = cast_operator(m, q.dtype.element_ty, NORM, F, V)
@@ -29,12 +28,12 @@ def apply(
     row = zeros2(V)
     n = N[1]
     if NORM:
-        m1 = load_vec(state + OFF[8], F)
-        row = load_vec(state + OFF[9], V)
+        m1 = load_vec(state + L.M1, F)
+        row = load_vec(state + L.ROW, V)
     if MEAN:
-        row = axpy2(row, 1.0 / n, load_vec(state + OFF[7], V), V)
+        row = axpy2(row, 1.0 / n, load_vec(state + L.SUM_V, V), V)
     if CENTER == 2:
-        mean = axpy2(m1, -1.0 / n, load_vec(state + OFF[5], F), F)
+        mean = axpy2(m1, -1.0 / n, load_vec(state + L.SUM_Q, F), F)
         row = axpy2(row, unit, vecmat(mean, read, F, V), V)
     read_out(
         at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
@@ -45,8 +44,8 @@ def apply(
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def reduce_readout(
     q, g, state, matrix, ratio, out, qs, gs, N, H, PARTS, chunk, heads, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
-    SUMS: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr,
-    KG: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TURNED: tl.constexpr, DIVIDED: tl.constexpr,
+    SUMS: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr,
+    PREC: tl.constexpr, TURNED: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
     """Compute partial dM' [V, F] (TURNED: dM [F, V]) and sum g [V] of one part of one head in out [PARTS, B * H, KG].
     Normalised: the gradient of m1 [F] for centred v instead of sum g, and ratio [B * H, N, 2] (DIVIDED: it is an
@@ -58,7 +57,7 @@ def reduce_readout(
     lo = part * chunk
     vbar = zeros2(V)
     if NORM:
-        m1 = load_vec(state + head * K + OFF[8], F)
+        m1 = load_vec(state + head * L.K + L.M1, F)
     q = at_head(q, qs, at, h, ALIGN)
     g = at_head(g, gs, at, h, ALIGN)
     qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
@@ -69,15 +68,15 @@ def reduce_readout(
     elif DIVIDED:
         dm, dm1 = sum_divided(q, g, qn, gn, lo, hi, m1, ratio, F, V, BN, PREC)
     else:
-        vbar = load_vec(state + head * K + OFF[9], V)
+        vbar = load_vec(state + head * L.K + L.ROW, V)
         m = cast4(load4(matrix + head * F.D * V.D, F, V, V.D, 1), q.dtype.element_ty)
         dm, dm1 = sum_ratio(q, g, q, qn, gn, qn, lo, hi, m, m1, vbar, eps, ratio, ORDER, False, F, V, BN, PREC)
         dm1 = end_pairs(dm1, F)
-    out += (part.to(tl.int64) * heads + head) * KG
+    out += (part.to(tl.int64) * heads + head) * L.KG
     store4(out, dm, V, F, 1 if TURNED else F.D, V.D if TURNED else 1)
     if NORM:  # adds the gradient of m1 through the anchor a = vbar - mean v of M, since dM' is available here
-        vbar = load_vec(state + head * K + OFF[9], V)
-        a = axpy2(vbar, -1.0 / N[1], load_vec(state + head * K + OFF[7], V), V)
+        vbar = load_vec(state + head * L.K + L.ROW, V)
+        a = axpy2(vbar, -1.0 / N[1], load_vec(state + head * L.K + L.SUM_V, V), V)
         store_vec(out + V.D * F.D, axpy2(dm1, -1.0, vecmat(a, dm, V, F), F), F)
     if SUMS and not NORM:
         store_vec(out + V.D * F.D + F.D, sg, V)

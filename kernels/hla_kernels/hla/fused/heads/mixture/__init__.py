@@ -27,18 +27,18 @@ PREC = tl.constexpr("tf32x3")  # of bfloat16 tokens: the sums of tensor cores as
 @triton.jit
 def part_moments(
     q, k, v, qn, kn, vn, kept, units, vectors, N, scale, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    OFF: tl.constexpr, F: tl.constexpr, BN: tl.constexpr,
+    L: tl.constexpr, F: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Sum and keep the moments of an order of `begin_moments`."""
     SUMS: tl.constexpr = 2 if CENTER > 0 or MEAN else 0
     m, sums, _ = sum_moments(q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMS, False, False, F, F, BN, PREC)
-    put_moments(kept, units, m, vectors, sums, N[1], scale, ORDER, CENTER, MEAN, OFF, F)
+    put_moments(kept, units, m, vectors, sums, N[1], scale, ORDER, CENTER, MEAN, L, F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mixture_moments(
-    q, k, v, kept, units, vectors, qs, ks, vs, N, H, scale, CENTER: tl.constexpr, MEAN: tl.constexpr, OFF: tl.constexpr,
-    K: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, KF: tl.constexpr, BN: tl.constexpr,
+    q, k, v, kept, units, vectors, qs, ks, vs, N, H, scale, CENTER: tl.constexpr, MEAN: tl.constexpr, L: tl.constexpr,
+    ALIGN: tl.constexpr, F: tl.constexpr, KF: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute the moments of one head by three programs, each of which reads two of q, k, v: P and S, C and W, R."""
     pid = tl.program_id(0) // 3
@@ -47,12 +47,12 @@ def mixture_moments(
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     kept += head * KF
     units += head * 8
-    vectors += head * K
+    vectors += head * L.K
     for part in tl.static_range(3):
         if role == part:
             part_moments(
                 q, k, v, qn, kn, vn, kept, units, vectors, N, scale, 11 if part == 0 else 12 if part == 1 else 10,
-                CENTER, MEAN, OFF, F, BN,
+                CENTER, MEAN, L, F, BN,
             )  # fmt: skip
 
 
@@ -138,8 +138,8 @@ def light_operator(m, c, s, kept, units, SAVE: tl.constexpr, F: tl.constexpr):
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mixture_forward(
     q, k, v, o, kept, units, vectors, matrix, coefficients, qs, ks, vs, os, N, H, scale, CENTER: tl.constexpr,
-    MEAN: tl.constexpr, OFF: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, KF: tl.constexpr,
-    SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr,
+    MEAN: tl.constexpr, L: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, KF: tl.constexpr, SAVE: tl.constexpr,
+    BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Compute o = q M of one head of one block. SAVE: what the backward needs is kept; otherwise room for S and T."""
     pid = tl.program_id(0)
@@ -155,7 +155,7 @@ def mixture_forward(
     if SUMS:
         m = scale_moments(m, sums, 1.0, N[1], 0.0, 5, CENTER, MEAN, False, F, F)
     if SUMS and SAVE:
-        put_sums(vectors + head * K, sums, 5, OFF, F)
+        put_sums(vectors + head * L.K, sums, 5, L, F)
     c = load_coefficients(coefficients, h, 5)
     m = one_block(light_operator(m, c, scale, kept + head * KF, units + head * 8, SAVE, F).to(q.dtype.element_ty))
     if SAVE:

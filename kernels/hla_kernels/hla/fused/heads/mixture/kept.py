@@ -33,14 +33,14 @@ def load_units(at):
 
 
 @triton.jit
-def put_sums(vectors, sums, ORDER: tl.constexpr, OFF: tl.constexpr, F: tl.constexpr):
+def put_sums(vectors, sums, ORDER: tl.constexpr, L: tl.constexpr, F: tl.constexpr):
     """Write sum q, sum k, sum v; with several programs per head, the program of C writes sum q, the program of P the
     others."""
     if ORDER < 6 or ORDER == 12:
-        store_vec(vectors + OFF[5], sums[0], F)
+        store_vec(vectors + L.SUM_Q, sums[0], F)
     if ORDER < 6 or ORDER == 11:
-        store_vec(vectors + OFF[6], sums[1], F)
-        store_vec(vectors + OFF[7], sums[2], F)
+        store_vec(vectors + L.SUM_K, sums[1], F)
+        store_vec(vectors + L.SUM_V, sums[2], F)
 
 
 @triton.jit
@@ -75,12 +75,12 @@ def has_moment(i, order):
 
 @triton.jit
 def put_moments(
-    to, units, m, vectors, sums, n, s, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, OFF: tl.constexpr,
+    to, units, m, vectors, sums, n, s, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, L: tl.constexpr,
     F: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of tokens, the moments of an order of `begin_moments` in float16, and their units."""
     if CENTER > 0 or MEAN:
-        put_sums(vectors, sums, ORDER, OFF, F)
+        put_sums(vectors, sums, ORDER, L, F)
     for i in tl.static_range(5):
         if has_moment(i, ORDER):
             x, unit = half(scaled(m, sums, n, s, i, CENTER, MEAN, F), F, F)

@@ -97,37 +97,37 @@ def put_left(to, t, r, c, F: tl.constexpr):
 
 
 @triton.jit
-def beside_ones(side, s, OFF: tl.constexpr, F: tl.constexpr):
+def beside_ones(side, s, L: tl.constexpr, F: tl.constexpr):
     """p1 = s sum k, q1 = s sum q, and the gradient of m1 of values that are centred, from side = (vectors, grads of
     `split.reduce_readout`, rows, the number of tokens); side is None unless the call is a ratio."""
     z = zeros2(F)
     return (
-        axpy2(z, s, load_vec(side[0] + OFF[6], F), F), axpy2(z, s, load_vec(side[0] + OFF[5], F), F),
+        axpy2(z, s, load_vec(side[0] + L.SUM_K, F), F), axpy2(z, s, load_vec(side[0] + L.SUM_Q, F), F),
         load_vec(side[1] + F.D * F.D, F),
     )  # fmt: skip
 
 
 @triton.jit
-def put_query_row(side, w, hs, c, OFF: tl.constexpr, F: tl.constexpr):
+def put_query_row(side, w, hs, c, L: tl.constexpr, F: tl.constexpr):
     """Write what every dq receives by the column of ones, c S dm1 of float16 S, less what WC' at w gives the mean
     value."""
     row = matvec(cast4(hs, tl.float32), axpy2(zeros2(F), c, load_vec(side[1] + F.D * F.D, F), F), F, F)
-    store_vec(side[2], less_written(row, side, w, OFF, F), F)
+    store_vec(side[2], less_written(row, side, w, L, F), F)
 
 
 @triton.jit
-def put_key_row(side, w, ht, c, OFF: tl.constexpr, F: tl.constexpr):
+def put_key_row(side, w, ht, c, L: tl.constexpr, F: tl.constexpr):
     """Likewise of dk: c T'dm1, and WP' at w. dv receives nothing."""
     row = vecmat(axpy2(zeros2(F), c, load_vec(side[1] + F.D * F.D, F), F), cast4(ht, tl.float32), F, F)
-    store_vec(side[2] + F.D, less_written(row, side, w, OFF, F), F)
+    store_vec(side[2] + F.D, less_written(row, side, w, L, F), F)
     store_vec(side[2] + 2 * F.D, zeros2(F), F)
 
 
 @triton.jit
-def less_written(row, side, w, OFF: tl.constexpr, F: tl.constexpr):
+def less_written(row, side, w, L: tl.constexpr, F: tl.constexpr):
     """`less_mean` of a weight that was just written."""
     tl.debug_barrier()  # every thread reads what others wrote
-    return less_mean(row, load4(w, F, F, F.D, 1), (side[0] + OFF[7], side[3]), F)
+    return less_mean(row, load4(w, F, F, F.D, 1), (side[0] + L.SUM_V, side[3]), F)
 
 
 @triton.jit

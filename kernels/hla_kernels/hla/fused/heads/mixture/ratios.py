@@ -26,43 +26,42 @@ def moment_of(kept, I: tl.constexpr, unit, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
 def ratio_operator(
-    kept, units, vectors, matrix, coefficients, N, H, scale, OFF: tl.constexpr, K: tl.constexpr, F: tl.constexpr,
-    KF: tl.constexpr,
-):  # fmt: skip
+    kept, units, vectors, matrix, coefficients, N, H, scale, L: tl.constexpr, F: tl.constexpr, KF: tl.constexpr
+):
     """Compute T and M - m1 a' of every head, and m1 and vbar + a, with a of `algebra.anchor`, in its vectors."""
     pid = tl.program_id(0)
     head = pid.to(tl.int64)
     _, N, scale = span(N, pid // H, pid, scale)
     kept += head * KF
     units += head * 8
-    vectors += head * K
+    vectors += head * L.K
     up, us, uc, ur, uw, _ = load_units(units)
     c = load_coefficients(coefficients, pid % H, 5)
     z = zeros2(F)
     p = moment_of(kept, P, up, F)
-    sums = (z, load_vec(vectors + OFF[6], F), z)
-    q1 = axpy2(z, scale, load_vec(vectors + OFF[5], F), F)
+    sums = (z, load_vec(vectors + L.SUM_K, F), z)
+    q1 = axpy2(z, scale, load_vec(vectors + L.SUM_Q, F), F)
     a = anchor((p, p, p, p, p), axpy2(z, scale, sums[1], F), q1, sums, 5, F, F)
-    mean = load_vec(vectors + OFF[7], F)
-    store_vec(vectors + OFF[9], axpy2(a, 1.0 / N[1], mean, F), F)
+    mean = load_vec(vectors + L.SUM_V, F)
+    store_vec(vectors + L.ROW, axpy2(a, 1.0 / N[1], mean, F), F)
     m1 = axpy2(z, c[1], matvec(moment_of(kept, S, us, F), q1, F, F), F)
-    store_vec(vectors + OFF[8], m1, F)
+    store_vec(vectors + L.M1, m1, F)
     tl.debug_barrier()  # what is read again holds no registers until then
     t = product_of(kept, S, W, us * uw * c[3], F)
     t = add4(t, scale4(moment_of(kept, R, ur, F), c[2]), F, F)
     t = add4(t, scale4(eye_of(t), c[0]), F, F)
-    p1 = axpy2(z, scale, load_vec(vectors + OFF[6], F), F)
-    m1 = axpy2(load_vec(vectors + OFF[8], F), 1.0, matvec(t, p1, F, F), F)
+    p1 = axpy2(z, scale, load_vec(vectors + L.SUM_K, F), F)
+    m1 = axpy2(load_vec(vectors + L.M1, F), 1.0, matvec(t, p1, F, F), F)
     tl.debug_barrier()  # every thread has read it
-    store_vec(vectors + OFF[8], m1, F)
+    store_vec(vectors + L.M1, m1, F)
     t, ut = half(t, F, F)
     put_matrix(kept + T * (F.D1 + F.D2) * (F.D1 + F.D2), t, F)
     tl.store(units + T, ut)
     tl.debug_barrier()  # every thread reads what others wrote
     x = product_of(kept, S, C, us * uc * c[1], F)
-    mean = load_vec(vectors + OFF[7], F)
-    a = axpy2(load_vec(vectors + OFF[9], F), -1.0 / N[1], mean, F)
-    m1 = load_vec(vectors + OFF[8], F)
+    mean = load_vec(vectors + L.SUM_V, F)
+    a = axpy2(load_vec(vectors + L.ROW, F), -1.0 / N[1], mean, F)
+    m1 = load_vec(vectors + L.M1, F)
     x = rank1(x, axpy2(z, -1.0, m1, F), a, F, F)
     matrix += head * F.D * F.D
     tl.debug_barrier()  # every thread reads what others wrote
