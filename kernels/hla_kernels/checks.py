@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .features import FEATURE_MAPS, feature_width
-from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, Options
+from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, Options, autocast_dtype, cast
 
 NON_NEGATIVE_MAPS = tuple(name for name in FEATURE_MAPS if name != "identity")
 RIDGED = ("hla2", "ahla", "hla3")
@@ -91,6 +91,12 @@ def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:
         if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
             raise ValueError(f"The head dimension of {name} must be between 1 and {MAX_HEAD_DIM}, got {x.shape[3]}.")
     _check_shapes(q, k, v)
+
+
+def cast_tensors(q: Any, k: Any, v: Any) -> tuple[Tensor, ...]:
+    """Run `check_tensors`; return the tensors, cast for autocast."""
+    check_tensors(q, k, v, autocast_dtype(q) is not None)
+    return cast(q, k, v)
 
 
 def _check_dtype(name: str, x: Tensor) -> None:

@@ -16,6 +16,7 @@ from .blockmix.operator import flat, mhla_op, mhla_packed_op
 from .blockmix.reference import reference as block_reference
 from .blockmix.streaming import stream as block_stream
 from .checks import (
+    cast_tensors,
     check_arguments,
     check_coefficients,
     check_decay,
@@ -25,7 +26,6 @@ from .checks import (
     check_options,
     check_packed,
     check_sequences,
-    check_tensors,
     check_whole_sequences,
     is_finite,
     is_number,
@@ -53,7 +53,6 @@ from .options import (
     IMPLS,
     OPS,
     Options,
-    autocast_dtype,
     canonical,
     compute_dtype,
     decay_heads,
@@ -172,7 +171,8 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     (and coefficients for polynomial and taylor2, mixing for mhla), or one packed qkv. Raises ValueError like the call.
     """
     op = str(getattr(op, "__name__", op)).removesuffix("_qkvpacked")
-    others: Any = {"mhla": prepare_blocks, "taylor2": prepare_taylor, "delta": delta_call.prepare, **PREPARE}
+    own = {"mhla": block_call, "taylor2": taylor_call, "delta": delta_call}
+    others: Any = {name: call.prepare for name, call in own.items()} | PREPARE
     check_name("operator", op, (*OPS, *others))
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
         check_packed(inputs[0])
@@ -213,10 +213,7 @@ def prepare(
     floats."""
     for name in options:
         check_name("option", name, (*Options._fields, *BESIDE))
-    dtype = autocast_dtype(q)
-    check_tensors(q, k, v, dtype is not None)
-    if dtype is not None:  # like torch's autocast: float64 is not cast
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = cast_tensors(q, k, v)
     if is_number(decay):
         decay = float(decay) if is_finite(decay) else math.nan  # type: ignore[arg-type]
     elif decay is not None and not isinstance(decay, Tensor):
@@ -320,14 +317,10 @@ def _two_sided(known: TwoSided, tokens: tuple[Tensor, ...], coefficients: Tensor
     return operator(*cast, coefficients, op, *options, fixed, save, *seqs[:3])[0]
 
 
-def prepare_blocks(q: Tensor, *inputs: Tensor, **options: Any) -> block_call.BlockCall:
-    """Check a call of `mhla`."""
-    return block_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
-
-
 def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", **options: Any) -> Any:
     """Check, choose and run one call of `mhla`; tokens (q, k, v), or (qkv,) whose gradient is one packed tensor."""
-    call = prepare_blocks(*(tokens if len(tokens) == 3 else tokens[0].unbind(2)), mixing, impl=impl, **options)
+    q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
+    call = block_call.prepare(q, k, v, mixing, impl=impl, **options)
     chosen = choose(call, impl)
     q, k, v, mixing, kept, mask, rotary, state, return_state = call
     if chosen == "triton" and kept.causal == "frame":
@@ -344,15 +337,10 @@ def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", *
         return mhla_op(q, k, v, *rest)[0] if len(tokens) == 3 else mhla_packed_op(tokens[0].to(q.dtype), *rest)[0]
 
 
-def prepare_taylor(q: Tensor, *inputs: Tensor, **options: Any) -> taylor_call.TaylorCall:
-    """Check a call of `taylor2`."""
-    return taylor_call.prepare(q, *inputs, dtype=autocast_dtype(q), **options)
-
-
 def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "auto", **options: Any) -> Tensor:
     """Check, choose and run one call of `taylor2`; tokens (q, k, v), or (qkv,) whose gradient is one packed tensor."""
     q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
-    call = prepare_taylor(q, k, v, coefficients, impl=impl, **options)
+    call = taylor_call.prepare(q, k, v, coefficients, impl=impl, **options)
     chosen = choose(call, impl)
     with plain_precision(call.q):
         if chosen == "reference":

@@ -95,6 +95,12 @@ def autocast_dtype(q: Any) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if autocast_on(device) else None
 
 
+def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in the dtype of autocast if it is on; as in torch's autocast, float64 is not cast."""
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
 def plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
     """Disable autocast for the device of x: tensors are cast already, and moments must stay in float32."""
     if autocast_on(x.device.type):

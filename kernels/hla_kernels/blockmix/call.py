@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_features, check_name, check_sequences, check_tensors, is_finite
+from ..checks import cast_tensors, check_features, check_name, check_sequences, is_finite
 from ..features import FEATURE_MAPS
 from ..options import IMPLS
 from .layout import Layout
@@ -33,12 +33,10 @@ class BlockCall(NamedTuple):
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: Sequence[int], blocks: Sequence[int], prefix: int = 0,
     token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, impl: str = "auto",
-    state: BlockState | None = None, return_state: bool = False, dtype: torch.dtype | None = None, **options: Any,
+    state: BlockState | None = None, return_state: bool = False, **options: Any,
 ) -> BlockCall:  # fmt: skip
-    """Check a call. dtype: the dtype of autocast, to which tokens are cast (except float64), or None."""
-    check_tensors(q, k, v, dtype is not None)
-    if dtype is not None:
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    """Check a call. Autocast casts tokens, except float64."""
+    q, k, v = cast_tensors(q, k, v)
     check_name("impl", impl, IMPLS)
     layout = check_layout(grid, blocks, prefix)
     kept = BlockOptions(layout, **options)

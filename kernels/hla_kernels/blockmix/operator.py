@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import token_operators
+from ..dispatch.operator import in_triton, no_autocast, parts, room, token_operators
 from ..dispatch.recording import repeated
 from . import fused
 from .layout import Layout
@@ -44,18 +44,6 @@ def _rotary(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor] | N
     return None if cos is None or sin is None else (cos, sin)
 
 
-def _in_triton(impl: str, q: Tensor) -> bool:
-    """Whether the kernels run; an empty batch, for which nothing can be launched, uses the torch form."""
-    return impl == "triton" and q.shape[0] != 0
-
-
-def _parts(tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Return q, k, v from (q, k, v) or (qkv,), with a contiguous last dimension: the Triton form requires it, and
-    torch.compile may have changed the strides that `op` checked."""
-    parts = tokens[0].unbind(2) if len(tokens) == 1 else tokens
-    return [x if x.stride(3) == 1 else x.contiguous() for x in parts]
-
-
 def _saved(
     q: Tensor, k: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool, turned: bool
 ) -> Tensor:  # fmt: skip
@@ -69,13 +57,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     *given, impl, save = flags
     first, rotary, options = tokens[0], _rotary(cos, sin), _options(*given)
-    if not _in_triton(impl, first):
-        q, k, v = _parts(tokens)
-        with torch.autocast(first.device.type, enabled=False):
+    if not in_triton(impl, first):
+        q, k, v = parts(tokens)
+        with no_autocast(first):
             return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, k, v, options, impl, False, False)
 
     def work() -> tuple[Tensor, ...]:
-        q, k, v = _parts(tokens)
+        q, k, v = parts(tokens)
         return fused.forward(q, k, v, mixing, options, mask, rotary, save)
 
     with torch.cuda.device_of(first):
@@ -91,9 +79,9 @@ def _backward(
     """Return the gradients of `tokens` and of the mixing matrix."""
     *given, impl = flags
     first, rotary, options = tokens[0], _rotary(cos, sin), _options(*given)
-    if not _in_triton(impl, first):
-        q, k, v = _parts(tokens)
-        with torch.autocast(first.device.type, enabled=False):
+    if not in_triton(impl, first):
+        q, k, v = parts(tokens)
+        with no_autocast(first):
             *grads, dm = gradient(grad, q, k, v, mixing, options, mask, rotary)
         return (*(grads if len(tokens) == 3 else (torch.stack(grads, 2),)), dm)
 
@@ -109,16 +97,10 @@ def _written(
     rotary: tuple[Tensor, Tensor] | None, options: BlockOptions,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return new gradients of `tokens` and of the mixing matrix, computed by the Triton form."""
-    q, k, v = _parts(tokens)
-    grads = [_room(x, mask) for x in tokens]
+    q, k, v = parts(tokens)
+    grads = [room(x, mask) for x in tokens]
     dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
     return (*grads, fused.backward(grad, q, k, v, mixing, options, mask, rotary, (dq, dk, dv), saved))
-
-
-def _room(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Allocate the gradient of x: zeros if there is padding, which the Triton form does not write."""
-    new = torch.empty_like if mask is None else torch.zeros_like
-    return new(x, memory_format=torch.contiguous_format)
 
 
 def _outputs(

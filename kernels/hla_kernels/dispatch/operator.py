@@ -6,7 +6,7 @@ small layer. These operators register the same functions with the dispatcher dir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,6 +108,29 @@ def token_operators(
 
     own.register_autograd(gradients, setup_context=setup_context)
     return own, back
+
+
+def parts(tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Return q, k, v from (q, k, v) or (qkv,), with a contiguous last dimension: the Triton forms require it, and
+    torch.compile may have changed the strides that `op` checked."""
+    split = tokens[0].unbind(2) if len(tokens) == 1 else tokens
+    return [x if x.stride(3) == 1 else x.contiguous() for x in split]
+
+
+def in_triton(impl: str, x: Tensor) -> bool:
+    """Whether the kernels run; an empty batch, for which nothing can be launched, uses the torch form."""
+    return impl == "triton" and x.shape[0] != 0
+
+
+def no_autocast(x: Tensor) -> torch.autocast:
+    """Disable autocast: inside a custom operator the caller's autocast is still on, and moments must be float32."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def room(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Allocate the gradient of x: zeros if there is padding, which the Triton forms do not write."""
+    new = torch.empty_like if mask is None else torch.zeros_like
+    return new(x, memory_format=torch.contiguous_format)
 
 
 @contextmanager

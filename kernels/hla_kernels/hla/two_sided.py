@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import token_operators
+from ..dispatch.operator import in_triton, no_autocast, parts, room, token_operators
 from ..dispatch.recording import repeated
 from ..features import feature
 from ..options import Options, compute_dtype
@@ -86,13 +86,6 @@ def _options(spec: fused.Spec) -> Options:
     return Options(False, feature_map, normalize, center, mean_path, None, "cascade", ridge, scale, eps, q_scale)
 
 
-def _parts(tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Return q, k, v from (q, k, v) or (qkv,), with a contiguous last dimension: the Triton forms require it, and
-    torch.compile may have changed the strides that `op` checked."""
-    parts = tokens[0].unbind(2) if len(tokens) == 1 else tokens
-    return [x if x.stride(3) == 1 else x.contiguous() for x in parts]
-
-
 def _contiguous(coefficients: Tensor | None) -> Tensor | None:
     """Return contiguous coefficients [H, 4], which the Triton forms require."""
     return coefficients if coefficients is None or coefficients.is_contiguous() else coefficients.contiguous()
@@ -104,22 +97,17 @@ def _saved(q: Tensor, k: Tensor, v: Tensor, spec: fused.Spec, impl: str, save: b
     return q.new_empty((length,), dtype=torch.float32)
 
 
-def _in_triton(impl: str, x: Tensor) -> bool:
-    """Whether the kernels run; an empty batch, for which nothing can be launched, uses the torch form."""
-    return impl == "triton" and x.shape[0] > 0
-
-
 def _forward(
     tokens: Sequence[Tensor], coefficients: Tensor | None, spec: fused.Spec, impl: str, save: bool, seqs: Sequences
 ) -> tuple[Tensor, Tensor]:
     first = tokens[0]
-    if not _in_triton(impl, first):
-        q, k, v = _parts(tokens)
-        with _no_autocast(first):
+    if not in_triton(impl, first):
+        q, k, v = parts(tokens)
+        with no_autocast(first):
             return _evaluate(spec, q, k, v, coefficients, seqs), _saved(q, k, v, spec, impl, False)
 
     def work() -> tuple[Tensor, ...]:
-        q, k, v = _parts(tokens)
+        q, k, v = parts(tokens)
         return fused.forward(q, k, v, _contiguous(coefficients), spec, save, known)
 
     with torch.cuda.device_of(first):
@@ -129,16 +117,11 @@ def _forward(
         return o, saved
 
 
-def _allocator(seqs: Sequences) -> Callable[..., Tensor]:
-    """Return the allocator of token gradients: zeros if there is padding, which the Triton forms do not write."""
-    return torch.empty_like if seqs.mask is None else torch.zeros_like
-
-
 def _with_tables(first: Tensor, spec: fused.Spec, seqs: Sequences) -> tuple[Sequences, tuple[Tensor | None, ...]]:
     """Return the sequences with precomputed tables, and the tables."""
     if seqs.mask is None and seqs.cu_seqlens is None:
         return seqs, ()
-    with _no_autocast(first):
+    with no_autocast(first):
         known = fused.told(first, spec, seqs)
     assert known.told is not None
     return known, known.told
@@ -150,13 +133,13 @@ def _gradient(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of `tokens` and of the coefficients (empty if there are none or they are fixed)."""
     first = tokens[0]
-    if not _in_triton(impl, first):
-        with _no_autocast(first):
-            return _gradients(_evaluate_gradient, grad, saved, tokens, coefficients, spec, seqs, torch.empty_like)
+    if not in_triton(impl, first):
+        with no_autocast(first):
+            return _gradients(_evaluate_gradient, grad, saved, tokens, coefficients, spec, seqs)
 
     def work() -> tuple[Tensor, ...]:
         contiguous = _contiguous(coefficients)
-        return _gradients(fused.backward, grad, saved, tokens, contiguous, spec, known, _allocator(known))
+        return _gradients(fused.backward, grad, saved, tokens, contiguous, spec, known)
 
     with torch.cuda.device_of(first):
         known, tables = _with_tables(first, spec, seqs)
@@ -166,19 +149,14 @@ def _gradient(
 
 def _gradients(
     backward: Callable[..., Tensor | None], grad: Tensor, saved: Tensor, tokens: Sequence[Tensor],
-    coefficients: Tensor | None, spec: fused.Spec, seqs: Sequences, new: Callable[..., Tensor],
+    coefficients: Tensor | None, spec: fused.Spec, seqs: Sequences,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Allocate the gradients of `tokens` by `new`, fill them, and return them and the gradient of the coefficients."""
-    grads = [new(x, memory_format=torch.contiguous_format) for x in tokens]
+    """Allocate the gradients of `tokens`, fill them, and return them and the gradient of the coefficients."""
+    grads = [room(x, seqs.mask) for x in tokens]
     dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
-    q, k, v = _parts(tokens)
+    q, k, v = parts(tokens)
     dc = backward(grad, q, k, v, coefficients, spec, (dq, dk, dv), saved, seqs)
     return (*grads, tokens[0].new_empty((0,)) if dc is None or spec.fixed else dc)
-
-
-def _no_autocast(x: Tensor) -> torch.autocast:
-    """Disable autocast: inside a custom operator the caller's autocast is still on, and moments must be float32."""
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def _spec(arguments: tuple) -> tuple[fused.Spec, str, tuple]:

@@ -16,11 +16,11 @@ from ..blockmix.causal import mix
 from ..blockmix.layout import Layout, block_table
 from ..blockmix.options import BlockOptions
 from ..blockmix.torch_form import block_moments, numerator, prepare_heads, product
-from ..checks import check_tensors
+from ..checks import cast_tensors
 from ..features import feature
 from ..hla.layout import to_tokens
 from ..op import choose
-from ..options import autocast_dtype, plain_precision
+from ..options import plain_precision
 from .collectives import add_together, one_token, stage, token_counts
 
 SEEN: set[tuple] = set()  # (layout, tokens of this rank, ranks) whose tokens were counted
@@ -31,8 +31,7 @@ def mix_blocks(
     prefix: int = 0, rotary: tuple[Tensor, Tensor] | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Return o [B, N, H, Dv] of this rank's tokens (`hla_kernels.mhla`). Raises ValueError for a causal call."""
-    one, two, three = one_token(q, k, v)
-    check_tensors(one, two, three, autocast_dtype(q) is not None)
+    cast_tensors(*one_token(q, k, v))
     check_rotary(rotary, q)
     layout, counts = check_layout(grid, blocks, prefix), token_counts(q.shape[1], group, q.device)
     form = (layout, q.shape[1], len(counts))
@@ -59,7 +58,7 @@ def _prepare(
     """Check a call as one with the tokens of all ranks; return it and its implementation, the same on all ranks."""
     one, two, three = (x.new_zeros(1, 1, 1, x.shape[3]).expand(x.shape[0], n, *x.shape[2:]) for x in (q, k, v))
     turned = None if rotary is None else tuple(x.new_zeros(1, *x.shape[1:]).expand(n, *x.shape[1:]) for x in rotary)
-    call = prepare(one, two, three, mixing, rotary=turned, dtype=autocast_dtype(q), **options)
+    call = prepare(one, two, three, mixing, rotary=turned, **options)
     chosen = choose(call, options.get("impl", "auto"))
     q, k, v = (x.to(checked.dtype) for x, checked in zip((q, k, v), (call.q, call.k, call.v), strict=True))
     return call._replace(q=q, k=k, v=v), chosen

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import check_tensors
-from ..options import autocast_dtype
+from ..checks import cast_tensors
+from ..options import cast
 from .collectives import exchange, one_token, token_counts
 
 
@@ -22,11 +22,8 @@ def by_heads(run: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, group: An
     Options with one value per head (a decay [H] or [Hk]) are cut like the heads. Raises ValueError for fewer key heads
     than ranks.
     """
-    dtype = autocast_dtype(q)
-    one, two, three = one_token(q, k, v)
-    check_tensors(one, two, three, dtype is not None)
-    if dtype is not None:
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    cast_tensors(*one_token(q, k, v))
+    q, k, v = cast(q, k, v)
     ranks, rank, heads = dist.get_world_size(group), dist.get_rank(group), k.shape[2]
     if heads < ranks:
         raise ValueError(

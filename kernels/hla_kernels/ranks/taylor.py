@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..hla.layout import to_heads, to_tokens
-from ..options import autocast_dtype, compute_dtype, plain_precision
+from ..options import compute_dtype, plain_precision
 from ..softmax.taylor.call import TaylorCall, prepare
 from ..softmax.taylor.torch_form import Heads, blocks, features, pair, read_state, rows, with_ones
 from .collectives import add_ranks, add_together, one_token
@@ -24,7 +24,7 @@ def expand(
     block of tokens are computed again in the backward pass."""
     one, two, three = one_token(q, k, v)
     pair_of_one = None if narrow is None else one_token(*narrow)
-    call = prepare(one, two, three, coefficients, narrow=pair_of_one, dtype=autocast_dtype(q), **options)
+    call = prepare(one, two, three, coefficients, narrow=pair_of_one, **options)
     tokens = (q, k, v) if narrow is None else (q, k, v, *narrow)
     with plain_precision(q):
         x = _centred([t.to(call.q.dtype) for t in tokens], call, group)

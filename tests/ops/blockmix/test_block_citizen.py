@@ -7,9 +7,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import hla_kernels as hk
+from hla_kernels.blockmix.call import prepare
 from hla_kernels.blockmix.operator import flat
 from hla_kernels.blockmix.torch_form import evaluate, gradient
-from hla_kernels.op import prepare_blocks
 from tests.ops.blockmix.block_cases import LAYOUTS, ORDERS, angles, inputs, mask_of
 from tests.ops.cases import assert_same, l2_error
 
@@ -28,7 +28,7 @@ FEW = pytest.mark.parametrize("options", [MODES[name] for name in ("hla2", "rota
 @FEW
 def test_opcheck(options):
     x = [t.requires_grad_() for t in inputs(options, dtype=torch.float32)]
-    call = prepare_blocks(*x, **options)
+    call = prepare(*x, **options)
     arguments = (*x, call.mask, *(call.rotary or (None, None)), *flat(call.options))
     torch.library.opcheck(torch.ops.hla_kernels.mhla, arguments)
 
@@ -164,7 +164,7 @@ def test_flops(order, heads):
     layout = {"grid": (6, 4), "blocks": (3, 1)}
     x = [t.requires_grad_() for t in inputs(layout, heads, h=3, hk=3, d=5, dv=4)]
     kind = {"order": order.split()[-1], "causal": order.startswith("causal")}
-    call = prepare_blocks(*x, **layout, **kind, normalize=False)
+    call = prepare(*x, **layout, **kind, normalize=False)
     inside = counted(lambda: evaluate(*x, call.options))
     back = counted(lambda: gradient(torch.ones_like(x[2]), *x, call.options, None, None))
     y = hk.mhla(*x, **layout, **kind, normalize=False)

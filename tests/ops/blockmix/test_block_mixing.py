@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import hla_kernels as hk
+from hla_kernels.blockmix.call import prepare
 from hla_kernels.blockmix.layout import Layout, block_slots, block_table
 from hla_kernels.blockmix.reference import reference
 from hla_kernels.hla.reference import phi
-from hla_kernels.op import prepare_blocks
 from tests.ops.blockmix.block_cases import (
     ALL,
     CAUSAL,
@@ -27,7 +27,7 @@ RATIO = {"feature_map": "elu1"}
 
 def literal(*x, **options):
     """The definition in the dtype of q, without the upcast of `impl="reference"`."""
-    call = prepare_blocks(*x, **options)
+    call = prepare(*x, **options)
     return reference(call.q, call.k, call.v, call.mixing, call.options, call.mask, call.rotary)
 
 

@@ -175,8 +175,8 @@ def calls_of_all_operators():
     yield op.prepare("polynomial", q, q, q, c.detach())
     grid = {"grid": (3, 4), "blocks": (1, 2)}
     mixing, turn = torch.rand(4, 2, 2), (torch.rand(12, 8), torch.rand(12, 8))
-    yield op.prepare_blocks(q, k, k, mixing, **grid, order="ahla", rotary=turn, token_mask=mask)
-    yield op.prepare_blocks(q, q, q, torch.rand(3, 3), grid=(11,), blocks=(2,), prefix=1)
+    yield op.block_call.prepare(q, k, k, mixing, **grid, order="ahla", rotary=turn, token_mask=mask)
+    yield op.block_call.prepare(q, q, q, torch.rand(3, 3), grid=(11,), blocks=(2,), prefix=1)
     adaptive = op.PREPARE["adaptive_multipole"]
     yield adaptive(q, k, k, grid=(2, 5), prefix=2, k_tile=4, far="mean", key_padding_mask=mask)
     yield adaptive(q, k, k, grid=(3, 4), k_tile=16, select="mean")

@@ -47,8 +47,8 @@ def test_other_operators_pass():
     x = tokens(BF16, 64, 64)
     grid = {"grid": (8, 8), "blocks": (2, 2)}
     for call in (
-        op.prepare_blocks(*x, torch.rand(4, 4, device="cuda"), **grid),
-        op.prepare_blocks(*x, torch.rand(4, 4, 4, device="cuda"), **grid, order="hla2", normalize=False),
+        op.block_call.prepare(*x, torch.rand(4, 4, device="cuda"), **grid),
+        op.block_call.prepare(*x, torch.rand(4, 4, 4, device="cuda"), **grid, order="hla2", normalize=False),
         *(op.PREPARE["adaptive_multipole"](*x, grid=(8, 8), select=s) for s in ("error", "mass", "mean", "near")),
         *(op.PREPARE["adaptive_multipole"](*x, grid=(7, 9), prefix=1, select=s) for s in ("error", "near")),
         op.delta_call.prepare(*x),

@@ -13,22 +13,14 @@ from ...hla.fused.spec import Widths, split_width
 Config = dict[str, int]
 # 16-bit tokens on an H200, by the columns of the wider tile: tokens per tile, warps, stages and, if limited, number of
 # programs that split the features of a head (1: no split) and registers per thread. _norm: with a ratio, _ratio: its
-# gradients, _two: features in two digits, products: two matrices per token
+# gradients, _two: features in two digits, products: two matrices per token; what has no entry is as without its ending
 TABLE: dict[int, dict[str, tuple[int, ...]]] = {
     64: {
         "reduce": (32, 4, 3),
-        "reduce_norm": (32, 4, 3),
-        "reduce_ratio": (32, 4, 3),
-        "reduce_two": (32, 4, 3),
         "query": (64, 4, 1),
-        "query_norm": (64, 4, 1),
         "query_two": (64, 4, 2),
         "read": (64, 4, 2),
-        "read_norm": (64, 4, 2),
-        "read_two": (64, 4, 2),
-        "read_norm_two": (64, 4, 2),
         "rows": (64, 4, 2),
-        "rows_two": (64, 4, 2),
         "key": (64, 4, 1),
         "key_norm": (64, 4, 2),
         "key_two": (64, 4, 2),
@@ -36,19 +28,15 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
     },
     80: {
         "reduce": (64, 8, 3),
-        "reduce_norm": (64, 8, 3),
         "reduce_ratio": (32, 8, 3),
         "reduce_two": (32, 8, 3),
         "query": (64, 4, 2),
-        "query_two": (64, 4, 2),
         "read": (64, 4, 2),
-        "read_norm": (64, 4, 2),
         "read_two": (64, 8, 2),
         "read_norm_two": (64, 8, 2),
         "rows": (64, 4, 2),
         "rows_two": (64, 8, 2),
         "key": (64, 4, 2),
-        "key_norm": (64, 4, 2),
         "key_two": (64, 8, 2),
         "products": (64, 8, 1),
     },
@@ -66,7 +54,6 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
         "rows": (64, 4, 2),
         "rows_two": (64, 8, 2),
         "key": (64, 4, 2),
-        "key_norm": (64, 4, 2),
         "key_two": (64, 8, 3),
         "products": (64, 8, 1),
     },
@@ -83,7 +70,10 @@ MIX = {
 
 def tile(w: Widths, name: str) -> Config:
     """Return an entry of TABLE."""
-    bn, warps, stages, *more = TABLE[min(x for x in TABLE if w.wide <= x)][name]
+    table = TABLE[min(x for x in TABLE if w.wide <= x)]
+    while name not in table:
+        name = name.rpartition("_")[0]
+    bn, warps, stages, *more = table[name]
     registers = {"maxnreg": more[1]} if len(more) > 1 else {}
     return {"BN": bn, "num_warps": warps, "num_stages": stages, "SPLIT": more[0] if more else 1, **registers}
 

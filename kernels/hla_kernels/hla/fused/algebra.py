@@ -26,6 +26,14 @@ from .tiles import (
 )
 
 
+@triton.constexpr_function
+def has(name, order):
+    """Whether an order has a moment, or the weight in its place in `spec.Layout` (by name or index). 1 to 5:
+    `spec.ORDERS`; 6: what `polynomial` needs in addition to hla3; then single moments, and two of the same tensors."""
+    of = {1: "P", 2: "SC", 3: "PR", 4: "PSW", 5: "PSCRW", 6: "CR", 7: "W", 8: "S", 9: "C", 10: "R", 11: "PS", 12: "CW"}
+    return ("PSCRW"[name] if isinstance(name, int) else name) in of[order]
+
+
 @triton.jit
 def scale_moments(
     raw, sums, s, n, ridge, ORDER: tl.constexpr, CENTER: tl.constexpr, ONES: tl.constexpr, RIDGE: tl.constexpr,
@@ -41,20 +49,15 @@ def scale_moments(
     z = zeros2(F)
     kbar = axpy2(z, -1.0 / n, sk, F)
     qbar = axpy2(z, -1.0 / n, sq, F)
-    P: tl.constexpr = (ORDER != 2 and ORDER < 6) or ORDER == 11
-    S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11
-    C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12
-    R: tl.constexpr = ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10
-    W: tl.constexpr = ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12
-    if P and (CENTER >= 1 or ONES):
+    if has("P", ORDER) and (CENTER >= 1 or ONES):
         mp = rank1(mp, kbar, sv, F, V)
-    if S and CENTER >= 1:
+    if has("S", ORDER) and CENTER >= 1:
         ms = rank1(ms, kbar, sk, F, F)
-    if R and CENTER >= 1:
+    if has("R", ORDER) and CENTER >= 1:
         mr = rank1(mr, kbar, sq, F, F)
-    if C and (CENTER == 2 or ONES):
+    if has("C", ORDER) and (CENTER == 2 or ONES):
         mc = rank1(mc, qbar, sv, F, V)
-    if W and CENTER == 2:
+    if has("W", ORDER) and CENTER == 2:
         mw = rank1(mw, qbar, sq, F, F)
     ms = scale4(ms, s)
     mr = scale4(mr, s)
@@ -151,15 +154,15 @@ def cast_weights(w, ORDER: tl.constexpr, dtype: tl.constexpr, F: tl.constexpr, V
     unit = 1.0
     if dtype == tl.float16:
         big = 0.0
-        if ORDER != 2:
+        if has("P", ORDER):
             big = tl.maximum(big, largest(w[0], V, F))
-        if ORDER == 2 or ORDER >= 4:
+        if has("S", ORDER):
             big = tl.maximum(big, largest(w[1], F, F))
-        if ORDER == 2 or ORDER == 5:
+        if has("C", ORDER):
             big = tl.maximum(big, largest(w[2], V, F))
-        if ORDER == 3 or ORDER == 5:
+        if has("R", ORDER):
             big = tl.maximum(big, largest(w[3], F, F))
-        if ORDER >= 4:
+        if has("W", ORDER):
             big = tl.maximum(big, largest(w[4], F, F))
         unit = power_of_two(big)
         w = scale5(w, 1.0 / unit)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import check_name, check_sequences, check_tensors, is_finite, is_number
-from ...options import IMPLS, autocast_dtype
+from ...checks import cast_tensors, check_name, check_sequences, is_finite, is_number
+from ...options import IMPLS
 from .layout import Field
 
 SELECTS = ("error", "mass", "mean", "near")
@@ -42,10 +42,7 @@ def prepare(
     key_padding_mask: Tensor | None = None, impl: str = "auto",
 ) -> AdaptiveCall:  # fmt: skip
     """Check a call. Autocast casts tokens, except float64."""
-    dtype = autocast_dtype(q)
-    check_tensors(q, k, v, dtype is not None)
-    if dtype is not None:
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = cast_tensors(q, k, v)
     check_name("impl", impl, IMPLS)
     check_name("select", select, SELECTS)
     check_name("far", far, FARS)

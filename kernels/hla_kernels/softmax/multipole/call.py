@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...blockmix.call import check_layout
-from ...checks import check_name, check_sequences, check_tensors, is_finite
-from ...options import IMPLS, autocast_dtype
+from ...checks import cast_tensors, check_name, check_sequences, is_finite
+from ...options import IMPLS
 from .layout import Field
 
 DEGREES = (0, 1, 2)
@@ -33,10 +33,7 @@ def prepare(
     prefix: int = 0, suffix: int = 0, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
 ) -> MultipoleCall:  # fmt: skip
     """Check a call. Autocast casts tokens, except float64."""
-    dtype = autocast_dtype(q)
-    check_tensors(q, k, v, dtype is not None)
-    if dtype is not None:
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = cast_tensors(q, k, v)
     check_name("impl", impl, IMPLS)
     layout = check_layout(grid, blocks, 0)
     for name, x in (("prefix", prefix), ("suffix", suffix), ("radius", radius)):

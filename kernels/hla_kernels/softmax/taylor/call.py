@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ...checks import check_name, check_sequences, check_tensors, is_finite
+from ...checks import cast_tensors, check_name, check_sequences, is_finite
 from ...options import IMPLS
 
 
@@ -29,17 +28,12 @@ class TaylorCall(NamedTuple):
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, narrow: Sequence[Tensor] | None = None,
     normalize: bool = True, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
-    dtype: torch.dtype | None = None,
 ) -> TaylorCall:  # fmt: skip
-    """Check a call. dtype: the dtype of autocast, to which tokens are cast (except float64), or None."""
-    check_tensors(q, k, v, dtype is not None)
+    """Check a call. Autocast casts tokens, except float64."""
+    given = cast_tensors(q, k, v)
     _check_coefficients(coefficients, q)
-    if narrow is not None:
-        _check_narrow(narrow, q, k, v, dtype is not None)
-    if dtype is not None:
-        q, k, v = (_cast(x, dtype) for x in (q, k, v))
-        narrow = None if narrow is None else (_cast(narrow[0], dtype), _cast(narrow[1], dtype))
-    q2, k2 = narrow if narrow is not None else (None, None)
+    q2, k2 = (None, None) if narrow is None else _cast_narrow(narrow, q, k, v)
+    q, k, v = given
     check_name("impl", impl, IMPLS)
     if not isinstance(normalize, bool):
         raise ValueError(f"normalize must be True or False, got {normalize!r}.")
@@ -47,10 +41,6 @@ def prepare(
         raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
     check_sequences(q, key_padding_mask, None, None)
     return TaylorCall(q, k, v, coefficients, q2, k2, key_padding_mask, normalize, float(q_scale))
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == torch.float64 else x.to(dtype)
 
 
 def _check_coefficients(c: Any, q: Tensor) -> None:
@@ -64,13 +54,14 @@ def _check_coefficients(c: Any, q: Tensor) -> None:
         raise ValueError(f"coefficients must be on the device of q, {q.device}, got {c.device}.")
 
 
-def _check_narrow(narrow: Any, q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
+def _cast_narrow(narrow: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     if not isinstance(narrow, Sequence) or len(narrow) != 2 or not all(isinstance(t, Tensor) for t in narrow):
         raise ValueError("narrow must be two tensors, the queries and keys of the degree-2 term.")
     q2, k2 = narrow
-    check_tensors(q2, k2, v, autocast)
+    given = cast_tensors(q2, k2, v)
     if q2.shape[:3] != q.shape[:3] or k2.shape[:3] != k.shape[:3]:
         raise ValueError(
             "narrow must have the batch, tokens and heads of q and k, "
             f"got {tuple(q2.shape)} and {tuple(k2.shape)} for {tuple(q.shape)} and {tuple(k.shape)}."
         )
+    return given[:2]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.operator import token_operators
+from ...dispatch.operator import no_autocast, token_operators
 from .gradient import gradient
 from .torch_form import evaluate
 
@@ -27,7 +27,7 @@ def _parts(tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _forward(tokens: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
-    with torch.autocast(tokens[0].device.type, enabled=False):
+    with no_autocast(tokens[0]):
         return evaluate(_parts(tokens), *arguments), tokens[0].new_empty((0,))
 
 
@@ -37,7 +37,7 @@ def _outputs(tokens: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]
 
 
 def _backward(grad: Tensor, _: Tensor, tokens: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
-    with torch.autocast(grad.device.type, enabled=False):
+    with no_autocast(grad):
         *grads, last = gradient(grad, _parts(tokens), *arguments)
     return (*(grads if len(tokens) > 1 else (torch.stack(grads, 2),)), last)
 

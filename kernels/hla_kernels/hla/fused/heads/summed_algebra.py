@@ -6,7 +6,7 @@ The gradient of the operator of a head, then the weights and rows of the token g
 import triton
 import triton.language as tl
 
-from ..algebra import centre_rows, less_mean, ones_moments
+from ..algebra import centre_rows, has, less_mean, ones_moments
 from ..loops import add_rows, alike, end_pairs, gradient_sums, sum_gradient, sum_ratio
 from ..loops.sums import end_total
 from ..split.grads import load_weights
@@ -227,7 +227,7 @@ def stored_algebra(
         store4(matrix, half_operator(m, u, t, ORDER, F), F, F, 1, F.D)
     tl.debug_barrier()  # the weights may lie where something was read
     for name in tl.static_range(5):
-        if has_weight(name, ORDER):
+        if has(name, ORDER):
             w = half_weight(m, u, t, dm, pd, scale * unit, name, ORDER, F, dtype)
             store4(weights + L[name], w, F, F, F.D, 1)
     tl.debug_barrier()  # every thread reads what others wrote
@@ -304,12 +304,6 @@ def sum_rows(a, A: tl.constexpr, B: tl.constexpr):
     return y1, y2
 
 
-@triton.constexpr_function
-def has_weight(name, ORDER):
-    """Whether an order has WP', WS, WC', WR' or WW."""
-    return name in {1: (0,), 2: (1, 2), 3: (0, 3), 4: (0, 1, 4)}[ORDER]
-
-
 @triton.jit
 def store_rows3(to, rows, W: tl.constexpr):
     """Write the rows of dq, dk, dv."""
@@ -336,5 +330,5 @@ def rows_by_memory(to, rows, W: tl.constexpr):
 def store_weights(to, w, ORDER: tl.constexpr, L: tl.constexpr, W: tl.constexpr):
     """Write the weights that an order has."""
     for name in tl.static_range(5):
-        if has_weight(name, ORDER):
+        if has(name, ORDER):
             store4(to + L[name], w[name], W, W, W.D, 1)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..algebra import has
 from ..tiles import load_rows, load_tail, outer4, outer4_begin, outer4_end, square4, zeros2
 from .extent import alive, anew
 from .settle import settled
@@ -129,34 +130,30 @@ def end(acc, A: tl.constexpr, NEEDED: tl.constexpr):
 
 @triton.jit
 def begin_moments(ORDER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, TAIL: tl.constexpr):
-    """Return accumulators of (P, S, C, R, W). ORDER 6: C and R, which `polynomial` needs in addition to hla3. Single
-    moments: P 1, W 7, S 8, C 9, R 10. Two moments of the same two tensors: P and S 11, C and W 12."""
-    HAS_S: tl.constexpr = ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11
-    HAS_C: tl.constexpr = ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12
-    mp = begin(F, V, (ORDER < 6 and ORDER != 2) or ORDER == 11, False, TAIL)
-    ms = begin(F, F, HAS_S, True, TAIL)
-    mc = begin(F, V, HAS_C, False, TAIL)
-    mr = begin(F, F, ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10, False, TAIL)
-    mw = begin(F, F, ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12, True, TAIL)
+    """Return accumulators of (P, S, C, R, W), placeholders of those that the order does not have (`has`)."""
+    mp = begin(F, V, has("P", ORDER), False, TAIL)
+    ms = begin(F, F, has("S", ORDER), True, TAIL)
+    mc = begin(F, V, has("C", ORDER), False, TAIL)
+    mr = begin(F, F, has("R", ORDER), False, TAIL)
+    mw = begin(F, F, has("W", ORDER), True, TAIL)
     return mp, ms, mc, mr, mw
 
 
 @triton.jit
 def add_moments(
-    m, fq, fk, tv, eq, ek, ORDER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, TAIL: tl.constexpr,
-    PREC: tl.constexpr,
-):  # fmt: skip
+    m, fq, fk, tv, eq, ek, ORDER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, TAIL: tl.constexpr, PREC: tl.constexpr
+):
     """Return m plus the products of a tile; eq and ek are the tails of q and k."""
     mp, ms, mc, mr, mw = m
-    if (ORDER < 6 and ORDER != 2) or ORDER == 11:
+    if has("P", ORDER):
         mp = outer4(mp, fk, tv, ek, F, V, TAIL, PREC)
-    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11:
+    if has("S", ORDER):
         ms = square4(ms, fk, ek, F, TAIL, PREC)
-    if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12:
+    if has("C", ORDER):
         mc = outer4(mc, fq, tv, eq, F, V, TAIL, PREC)
-    if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
+    if has("R", ORDER):
         mr = outer4(mr, fk, fq, ek, F, F, TAIL, PREC)
-    if ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12:
+    if has("W", ORDER):
         mw = square4(mw, fq, eq, F, TAIL, PREC)
     return mp, ms, mc, mr, mw
 
@@ -164,11 +161,9 @@ def add_moments(
 @triton.jit
 def end_moments(m, ORDER: tl.constexpr, F: tl.constexpr):
     """Return (P, S, C, R, W)."""
-    mp = end(m[0], F, (ORDER < 6 and ORDER != 2) or ORDER == 11)
-    ms = end(m[1], F, ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8 or ORDER == 11)
-    mc = end(m[2], F, ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9 or ORDER == 12)
-    mr = end(m[3], F, ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10)
-    return mp, ms, mc, mr, end(m[4], F, ORDER == 4 or ORDER == 5 or ORDER == 7 or ORDER == 12)
+    mp, ms = end(m[0], F, has("P", ORDER)), end(m[1], F, has("S", ORDER))
+    mc, mr = end(m[2], F, has("C", ORDER)), end(m[3], F, has("R", ORDER))
+    return mp, ms, mc, mr, end(m[4], F, has("W", ORDER))
 
 
 @triton.jit
@@ -245,6 +240,8 @@ def sum_moments(
         if GRAD:
             dm, _ = add_gradient(dm, dm, g + (zero + start) * gn, tq, j, gn, live, False, TAIL, F, V, PREC)
         # the last product of the iteration
+        if SETTLE and KEYS and ORDER == 6:  # where nothing else reads sv, it and its product are removed
+            sk = (settled(sk[0]), sk[1])
         if SETTLE and KEYS:
             sv = (settled(sv[0]), sv[1])
         elif SETTLE:

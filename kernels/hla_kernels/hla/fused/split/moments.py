@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..algebra import anchor, ones_moments, scale_moments
+from ..algebra import anchor, has, ones_moments, scale_moments
 from ..heads import at_head
 from ..loops import place, span, sum_moments, upto
 from ..tiles import axpy2, store4, store_vec
@@ -16,15 +16,15 @@ def store_state(
     state, m, sums, ORDER: tl.constexpr, SUMS: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr
 ):
     """Write the moments (natural orientation) and the token sums of one head."""
-    if ORDER != 2 and ORDER < 6:
+    if has("P", ORDER):
         store4(state + L.P, m[0], F, V, V.D, 1)
-    if ORDER == 2 or ORDER == 4 or ORDER == 5 or ORDER == 8:
+    if has("S", ORDER):
         store4(state + L.S, m[1], F, F, F.D, 1)
-    if ORDER == 2 or ORDER == 5 or ORDER == 6 or ORDER == 9:
+    if has("C", ORDER):
         store4(state + L.C, m[2], F, V, V.D, 1)
-    if ORDER == 3 or ORDER == 5 or ORDER == 6 or ORDER == 10:
+    if has("R", ORDER):
         store4(state + L.R, m[3], F, F, F.D, 1)
-    if ORDER == 4 or ORDER == 5 or ORDER == 7:
+    if has("W", ORDER):
         store4(state + L.W, m[4], F, F, F.D, 1)
     if SUMS:
         store_vec(state + L.SUM_Q, sums[0], F)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ...algebra import has
 from ...loops import sum_moments
 from ...tiles import axpy2, rank1, scale4, store_vec, zeros2
 from ..halves import half, put_matrix
@@ -67,12 +68,6 @@ def scaled(m, sums, n, s, I: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.conste
     return out
 
 
-@triton.constexpr_function
-def has_moment(i, order):
-    """Whether an order of `begin_moments` has moment i (0 .. 4: P, S, C, R, W)."""
-    return i in {10: (3,), 11: (0, 1), 12: (2, 4)}[order]
-
-
 @triton.jit
 def put_moments(
     to, units, m, vectors, sums, n, s, ORDER: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, L: tl.constexpr,
@@ -82,7 +77,7 @@ def put_moments(
     if CENTER > 0 or MEAN:
         put_sums(vectors, sums, ORDER, L, F)
     for i in tl.static_range(5):
-        if has_moment(i, ORDER):
+        if has(i, ORDER):
             x, unit = half(scaled(m, sums, n, s, i, CENTER, MEAN, F), F, F)
             put_matrix(to + i * (F.D1 + F.D2) * (F.D1 + F.D2), x, F)
             tl.store(units + i, unit)
