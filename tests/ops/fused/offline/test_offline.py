@@ -38,6 +38,7 @@ CASES = (
     ("ahla", PLAIN, 60, 6, 1025, 64),
     ("ahla", RATIO, 64, 6, 4097, 64),
     ("polynomial", RATIO, 8, 16, 1025, 64, "mask"),
+    ("polynomial", '{"center": "k"}', 2, 4, 197, 72),  # sums that nothing reads do not end an iteration
     ("hla3", RATIO, 256, 6, 197, 64, "inference"),
     ("linear_attention", RATIO, 64, 8, 1024, 128),
     ("polynomial", PLAIN, 256, 6, 197, 64, "inference"),
