@@ -140,8 +140,8 @@ class Widths(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Offsets in a head's float32 state, a constexpr argument; those of P, S, C, R, W are of the weights WP', WS, WC',
-    WR', WW too. K, KW and KG: lengths of a head's state, weights, and dM' with sum g after room for F behind it, or of
+    """Offsets in a head's float32 state, a constexpr argument. The weights WP', WS, WC', WR', WW have the offsets of
+    the moments. K, KW and KG: lengths of a head's state, weights, and dM' with sum g after room for F behind it, or of
     a ratio the gradient of m1."""
 
     P: int
