@@ -49,6 +49,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "causal-forms-h200": ("Causal operators: decays, ratios, frames, decoding, delta rules", report.TEXT["causal"]),
     "causal-h100": ("Causal operators with ratios", report.TEXT["causal"]),
     "two-kernels-h100": ("Two generic kernels instead of one per head", tables.two_kernels),
+    "host-h200": ("Host times of eager calls, and first calls", report.TEXT["host"]),
     "models-h200": ("ViT-S and DiT-XL/2", report.models),
     "experiments-h100": ("Small models", report.models),
     "experiments-power-in-torch-h100": ("Small models, power map in torch", report.models),
