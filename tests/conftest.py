@@ -15,11 +15,14 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.digits import decoded_once
+
 os.environ.setdefault("HF_HOME", str(Path(tempfile.gettempdir()) / "hla-zoo-tests"))  # not the user's cache
 
 
 LONG = (  # parts of names of tests; whole files where tests share what takes long
     "::test_no_spills", "::test_operators", "::test_demo_with", "::test_sigkill", "train/test_sharding.py",
+    "mixers/test_new_mixer.py", "benchmarks/test_scaling.py", "::test_a_run_on_a_data_set_of_the_hub",
 )  # fmt: skip
 
 
@@ -50,6 +53,13 @@ def own_precision() -> Iterator[None]:
     yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def digits_are_decoded_once() -> Iterator[None]:
+    """In this process; a run in another one decodes its own."""
+    with decoded_once():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 PLAIN = "vit_tiny_patch16_224"
 COPIES = ("clone", "copy", "contiguous", "cat", "stack", "_to_copy")
+# hla2 and hla3 differ from ahla in the name of the operator, which tests/ops/citizen compiles and exports
+ONE_OF_EACH = [m for m in GRIDLESS if torch.cuda.is_available() or m not in ("hla2", "hla3")]
 WIDTH = 64  # two heads of 32 channels, which the Triton forms take
 
 
@@ -75,7 +77,7 @@ def in_float32(block, x):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mixer", GRIDLESS)
+@pytest.mark.parametrize("mixer", ONE_OF_EACH)
 def test_one_graph_for_every_number_of_tokens(mixer, device):
     block = make_block(mixer, device)
     counter = CompileCounterWithBackend("aot_eager" if device == "cpu" else "inductor")
@@ -90,7 +92,7 @@ def test_one_graph_for_every_number_of_tokens(mixer, device):
     assert len(frames) == 1
 
 
-@pytest.mark.parametrize("mixer", GRIDLESS)
+@pytest.mark.parametrize("mixer", ONE_OF_EACH)
 def test_export_with_any_number_of_tokens(mixer):
     block = make_block(mixer).eval()
     n, b = torch.export.Dim("n", min=2, max=8192), torch.export.Dim("b", min=1, max=64)
