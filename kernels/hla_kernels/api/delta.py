@@ -15,7 +15,7 @@ from ..delta_rule import fused
 from ..delta_rule.call import DeltaCall, prepare
 from ..delta_rule.operator import delta_op, evaluate
 from ..delta_rule.state import DeltaState
-from ..dispatch.autograd import refuse_forward_mode
+from ..dispatch.autograd import needs_backward, refuse_forward_mode
 from ..op import choose
 from ..options import plain_precision
 
@@ -62,7 +62,7 @@ def delta(
 def _run(x: DeltaCall, form: str) -> tuple[Tensor, Tensor]:
     """Return (o, last state) of a form."""
     if form == "triton":
-        return fused.delta_walk(*x.tensors)[:2]
+        return fused.delta_walk(*x.tensors, needs_backward(*x.tensors))[:2]
     return delta_op(*x) if form == "torch" else evaluate(*x, by_token=True)
 
 

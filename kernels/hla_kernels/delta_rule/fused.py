@@ -19,6 +19,7 @@ from ..dispatch.recording import launch
 from .call import DeltaCall
 
 CHUNK = 16  # tokens
+SEGMENT = 128 * CHUNK  # tokens whose states of chunks are in memory at a time, if no backward needs them
 LEAST = -10.0  # smallest log_f: stronger decays leave less than the rounding error of 16 bits
 WIDEST = 128
 # by rank: warps, channels and channels of values per tile, stages of the loop over chunks; the fastest on an H200
@@ -40,13 +41,12 @@ def why_not(x: DeltaCall) -> str | None:
     return f"{form} is for heads of at most {WIDEST} channels, got {d} and {dv}" if max(d, dv) > WIDEST else None
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run(tokens: tuple[Tensor, ...], state: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return o [B, N, H, Dv], the last state, what tokens read [B, N, H, r, Dv] and the states of chunks
-    [B, H, chunks, D, Dv], of contiguous tensors; k and v have no axis of writes."""
+    [B, H, chunks, D, Dv], of contiguous tensors: q, k, v, log_f, a and b, of which k and v have no axis of writes."""
     from .walk import read, solve, walk
 
+    q, k, v, log_f, a, b = tokens
     o, last, z, states = _empty(q, v, a)
     if not q.shape[0]:
         return o, last, z, states
@@ -84,23 +84,32 @@ def _empty(q: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     return q.new_empty((n_batch, n, h, dv)), last, z, states
 
 
-def _contiguous(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
-    return [x.contiguous() for x in (q, k[:, :, :, 0], v[:, :, :, 0], log_f.float(), a, b)]
+def _contiguous(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() for x in (q, k[:, :, :, 0], v[:, :, :, 0], log_f.float(), a, b))
 
 
 @custom_op("delta_walk")
 def delta_walk(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return o [B, N, H, Dv], the last state [B, H, D, Dv] and what the backward needs. Arguments as in `delta_op`,
-    checked."""
-    q, k, v, log_f, a, b = _contiguous(q, k, v, log_f, a, b)
-    return _run(q, k, v, log_f, a, b, state.float().contiguous(), False)
+    """Return o [B, N, H, Dv], the last state [B, H, D, Dv], and with `save` what the backward needs. Arguments as in
+    `delta_op`, checked."""
+    last, tokens = state.float().contiguous(), (q, k, v, log_f, a, b)
+    if save:
+        return _run(_contiguous(*tokens), last, False)
+    outs = []
+    for start in range(0, max(1, q.shape[1]), SEGMENT):
+        part = _contiguous(*(x[:, start : start + SEGMENT] for x in tokens))
+        o, last, *_ = _run(part, last, False)
+        outs.append(o)
+    none = q.new_empty(0, dtype=torch.float32)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1), last, none, none.clone()
 
 
 @delta_walk.register_fake
-def _(q, k, v, log_f, a, b, state):
-    return _empty(q, v, a)
+def _(q, k, v, log_f, a, b, state, save):
+    found = _empty(q, v, a)
+    return found if save else (*found[:2], *(q.new_empty(0, dtype=torch.float32) for _ in range(2)))
 
 
 @custom_op("delta_walk_backward")
@@ -114,7 +123,7 @@ def delta_walk_backward(
     dq, dk, da, db = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, a, b))
     q1, k1, v1, f1, a1, b1 = _contiguous(q, k, v, log_f, a, b)
     grad = grad.contiguous()
-    dv, d_state, y, ends = _run(k1, q1, grad, f1, b1, a1, grad_state.float().contiguous(), True)
+    dv, d_state, y, ends = _run((k1, q1, grad, f1, b1, a1), grad_state.float().contiguous(), True)
     sizes = _sizes(q.shape[3], v.shape[4], a.shape[3], f1, *GRADIENTS[a.shape[3]])
     tiles = -(-q.shape[3] // sizes["BD"])
     df = q.new_empty((*q.shape[:3], tiles if f1.shape[3] == 1 else q.shape[3]), dtype=torch.float32)
@@ -134,11 +143,11 @@ def _(grad, grad_state, q, k, v, log_f, a, b, state, *saved):
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*inputs, *output[2:])
+    ctx.save_for_backward(*inputs[:7], *output[2:])
 
 
 def _backward(ctx: Any, grad: Tensor, grad_state: Tensor, *_: Tensor) -> tuple:
-    return delta_walk_backward(grad, grad_state, *ctx.saved_tensors)
+    return (*delta_walk_backward(grad, grad_state, *ctx.saved_tensors), None)
 
 
 delta_walk.register_autograd(_backward, setup_context=_setup_context)

@@ -52,7 +52,7 @@ def results(f, x, grads, dtype=None):
 
 def errors(case, dtype, device):
     x, grads = setting(case, dtype, device)
-    found = results(fused.delta_walk, x, grads)
+    found = results(lambda *y: fused.delta_walk(*y, True), x, grads)
     truth = results(lambda *y: evaluate(*y, by_token=True), x, grads, torch.float64)
     return [l2_error(a, b) for a, b in zip(found, truth, strict=True)], found
 
@@ -69,7 +69,7 @@ def decay_error(device):
         return torch.autograd.grad((o * grads[0].to(o)).sum(), rate)[0]
 
     truth = gradient(lambda *y: evaluate(*y, by_token=True), torch.float64)
-    return l2_error(gradient(fused.delta_walk), truth)
+    return l2_error(gradient(lambda *y: fused.delta_walk(*y, True)), truth)
 
 
 @pytest.mark.gpu
@@ -171,14 +171,19 @@ def interpreted() -> None:
         assert decay_error("cpu") <= 1e-3
     tiles.rounded = lambda x: x  # products are exact here
     empty = [t[:0] for t in setting(CASES[1], torch.float32, "cpu")[0]]
-    assert [t.shape[0] for t in fused.delta_walk(*empty)[:2]] == [0, 0]
+    assert [t.shape[0] for t in fused.delta_walk(*empty, True)[:2]] == [0, 0]
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
             poison(patch)
             found, _ = errors(case, torch.float32, "cpu")
         assert max(found) <= 1e-5, (case, found)
-    x = [t.requires_grad_() for t in setting(CASES[1], torch.float32, "cpu")[0]]
-    torch.library.opcheck(torch.ops.hla_kernels.delta_walk, tuple(x))
+    x = setting(CASES[1], torch.float32, "cpu")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "SEGMENT", fused.CHUNK)
+        pieces = fused.delta_walk(*x, False)
+    assert all(torch.equal(s, t) for s, t in zip(pieces[:2], fused.delta_walk(*x, True)[:2], strict=True))
+    x = [t.requires_grad_() for t in x]
+    torch.library.opcheck(torch.ops.hla_kernels.delta_walk, (*x, True))
 
 
 def compiled() -> None:
@@ -191,7 +196,7 @@ def compiled() -> None:
     gradients.gradients = Recorder(gradients.gradients)
     for d, r, channels in ((64, 0, False), (64, 1, False), (64, 2, True), (128, 2, True)):
         x, grads = ([t.to("meta") for t in y] for y in setting((64, d, d, r, channels, 1), torch.bfloat16, "cpu"))
-        fused.delta_walk_backward.function(*grads, *x, *fused.delta_walk.function(*x)[2:])
+        fused.delta_walk_backward.function(*grads, *x, *fused.delta_walk.function(*x, True)[2:])
     for fn, args, kwargs in Recorder.calls:
         print(json.dumps(compiled_call(fn, args, kwargs, set())[1]), flush=True)
 
