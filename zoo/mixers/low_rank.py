@@ -11,7 +11,7 @@ import hla_kernels
 from hla_kernels.ranks.collectives import add_ranks
 from hla_kernels.sequences import real
 from zoo.errors import unknown_name
-from zoo.grid import split_tokens
+from zoo.grid import join_tokens, split_tokens
 from zoo.mixers.base import EPS
 from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.moments import apply_matrix, product, token_max, token_softmax
@@ -292,7 +292,7 @@ class Linformer(TwoSidedMixer):
         pooled = []
         for t, weights in zip((k, v), self._interpolated(ctx.grid), strict=True):
             first, patches, last = split_tokens(t, ctx.grid, prefix, suffix)
-            pooled.append(torch.cat([first, torch.einsum("mn,bnhd->bmhd", weights.to(t.dtype), patches), last], 1))
+            pooled.append(join_tokens(first, torch.einsum("mn,bnhd->bmhd", weights.to(t.dtype), patches), last))
         if mask is not None and prefix + suffix:
             every = mask.new_ones(mask.shape[0], self.options.rank)
             mask = torch.cat([mask[:, :prefix], every, mask[:, mask.shape[1] - suffix :]], 1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zoo.grid import Grid, split_tokens
+from zoo.grid import Grid, join_tokens, split_tokens
 from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.layers import OutputGate
 from zoo.mixers.low_rank import TwoSidedMixer, attention
@@ -63,7 +63,7 @@ class MovingAverage(nn.Module):
         first, patches, last = split_tokens(x, grid, prefix, suffix)
         wide = patches.flatten(2).unflatten(1, grid).to(torch.promote_types(x.dtype, torch.float32))
         averages = torch.stack([self._along(wide, axis) for axis in range(dims)]).sum(0)
-        return torch.cat([first, patches + averages.flatten(1, -2).view_as(patches).to(x.dtype), last], 1)
+        return join_tokens(first, patches + averages.flatten(1, -2).view_as(patches).to(x.dtype), last)
 
     def _along(self, x: Tensor, axis: int) -> Tensor:
         """Convolve x [B, *grid, C] along an axis of the grid, in both directions."""

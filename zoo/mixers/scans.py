@@ -14,8 +14,8 @@ DIRECTIONS = 4
 class Order(NamedTuple):
     """An order of tokens: suffix (text) tokens, patches in a direction, then prefix (class, register) tokens.
 
-    Text reaches the patches so, and the patches reach the class token. Directions: 0 forward, 1 backward, 2 forward by
-    columns, 3 backward by columns, where the last two axes of the grid are exchanged.
+    This way text reaches the patches, and the patches reach the class token. Directions: 0 forward, 1 backward, 2
+    forward by columns, 3 backward by columns, where the last two axes of the grid are exchanged.
     """
 
     direction: int

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_name, check_tensors
-from ..options import IMPLS, autocast_dtype, compute_dtype
+from ..options import IMPLS, autocast_dtype, cast, compute_dtype
 from .state import DeltaState
 
 MAX_RANK = 3
@@ -50,16 +50,14 @@ def prepare(
                 f"{name} must be [batch, tokens, heads, head dim] or [batch, tokens, heads, rank, head dim] with a "
                 f"rank of 1 to {MAX_RANK}, got shape {tuple(x.shape)}."
             )
-    dtype = autocast_dtype(q)
     first_k, first_v = (x[:, :, :, 0] if isinstance(x, Tensor) else x for x in (k, v))
-    check_tensors(q, first_k, first_v, dtype is not None)
+    check_tensors(q, first_k, first_v, autocast_dtype(q) is not None)
     if k.shape[2] != q.shape[2] or k.shape[3] != v.shape[3]:
         raise ValueError(
             f"q, k and v must have the same heads and k and v the same rank, got {q.shape[2]} heads of q, "
             f"{tuple(k.shape[2:4])} of k and {tuple(v.shape[2:4])} of v."
         )
-    if dtype is not None:
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = cast(q, k, v)
     if isinstance(frame, bool) or not isinstance(frame, int | torch.SymInt) or frame < 0:
         raise ValueError(f"frame must be the number of tokens per frame, or 0 for no frames, got {frame!r}.")
     if frame and q.shape[1] % frame:

@@ -84,6 +84,11 @@ def _empty(q: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     return q.new_empty((n_batch, n, h, dv)), last, z, states
 
 
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors without elements; outputs of an operator must not share memory."""
+    return q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
+
+
 def _contiguous(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.contiguous() for x in (q, k[:, :, :, 0], v[:, :, :, 0], log_f.float(), a, b))
 
@@ -102,14 +107,13 @@ def delta_walk(
         part = _contiguous(*(x[:, start : start + SEGMENT] for x in tokens))
         o, last, *_ = _run(part, last, False)
         outs.append(o)
-    none = q.new_empty(0, dtype=torch.float32)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 1), last, none, none.clone()
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1), last, *_nothing(q)
 
 
 @delta_walk.register_fake
 def _(q, k, v, log_f, a, b, state, save):
     found = _empty(q, v, a)
-    return found if save else (*found[:2], *(q.new_empty(0, dtype=torch.float32) for _ in range(2)))
+    return found if save else (*found[:2], *_nothing(q))
 
 
 @custom_op("delta_walk_backward")
