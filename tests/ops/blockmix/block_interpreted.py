@@ -102,16 +102,11 @@ def test_several_parts_of_a_block(monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, BARE, {"feature_map": "elu1"}, {**BARE, "order": "hla2"}], ids=str)
-def test_programs_that_divide_the_features(monkeypatch, options):
-    """Two programs a block, each with half of the features, turned ones too; hla2 needs them whole in one sum."""
-    for name, entry in plan.TABLE[64].items():
-        if name.startswith(("reduce", "query")):
-            monkeypatch.setitem(plan.TABLE[64], name, (*entry[:3], 2))
-    o = options_of((5, 6), (2, 1), 1, **options)
-    inputs, rotary = make(o, (1, 2, 32, 48), HALF, mean=1.0, mask=True), None
-    if options != {}:
-        rotary = angles_of(o, (1, 2, 32, 48))
+@pytest.mark.parametrize("turned", [False, True])
+def test_programs_that_divide_the_features(monkeypatch, turned):
+    """Two programs a block for the gradients of wide queries, each with half of the features, turned ones too."""
+    o, sizes = options_of((5, 6), (2, 1), 1, **BARE), (1, 2, 128, 48)
+    inputs, rotary = make(o, sizes, HALF, mean=1.0, mask=True), angles_of(o, sizes) if turned else None
     check(o, triton_form(monkeypatch, o, *inputs, rotary), *inputs, TOLERANCE[HALF], rotary)
 
 

@@ -1,26 +1,45 @@
-"""Kernels that multiply tokens by the matrix of their block: the output, and dk with dv."""
+"""Kernels that multiply tokens by matrices of their block: the output, and the gradients of tokens."""
 
 import triton
 import triton.language as tl
 
+from ...hla.fused.loops.settle import settled4
+from ...hla.fused.loops.sums import end_sum
 from ...hla.fused.loops.vectors import as_row, columns, times_vector
-from ...hla.fused.tiles import axpy2, load_rows, load_vec, store_rows, trans4, vecmat, zero_rows
-from .features import add_rows, angles_at, digits, turn
-from .geometry import at_head, box, keep_of, place, scale_of, tile
+from ...hla.fused.tiles import (
+    axpy2,
+    load_rows,
+    load_vec,
+    outer4_begin,
+    outer4_end,
+    scale4,
+    store4,
+    store_rows,
+    store_vec,
+    trans4,
+    zero_rows,
+)
+from .features import add_outer, add_rows, angles_at, digits, turn
+from .geometry import at_head, keep_of, scale_of, tile, work
 from .tokens import (
     NO_SPECIALIZE,
     add_vector,
+    add_weighted,
+    anchored_row,
+    begin_weighted,
     by_operator,
     load_anchor,
+    load_left,
     load_operator,
     times,
     total_grad,
+    unit_of,
 )
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def read_out(
-    q, o, inverses, keep, anchor, shift, cos, sin, mixed, mixed_vector, qs, os, GEO, N, H, BH, M, HT, chunk, eps,
+    q, o, inverses, keep, anchor, shift, cos, sin, mixed, mixed_vector, qs, os, GEO, N, H, BH, M, G, HT, chunk, eps,
     NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -29,25 +48,21 @@ def read_out(
     NORM: divided by den = phi(q).z~ + eps, with unrotated phi, plus a (1 - eps / den) for the anchor a; 1 / den
     [B * H, N] is stored for the backward, in float16 as 0 for queries without features.
     """
-    bh, block, part = place(BH, M)
-    b = box(GEO, block)
+    bh, at, b, lo, hi = work(GEO, BH, M, chunk)
+    keep = keep_of(keep, bh, H, N)
     q = at_head(q, qs, bh, H, 1, ALIGN)
     o = at_head(o, os, bh, H, 1, ALIGN)
-    keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, 0, F.D)
-    sin = angles_at(sin, bh, H, HT, 0, F.D)
-    at = (block * BH + bh).to(tl.int64)
+    angles = angles_at(cos, sin, bh, H, HT, 0, F.D)
     dtype: tl.constexpr = q.dtype.element_ty
     w, unit = load_operator(mixed + at * F.D * V.D, dtype, 1, F, V)
     wt = trans4(w[0])
     if NORM:
         z = columns(load_vec(mixed_vector + at * F.D, F), dtype, F, EXACT)
         inverses += bh.to(tl.int64) * N
-    hi = tl.minimum((part + 1) * chunk, b[0])
-    for start in range(part * chunk, hi, BN):
+    for start in range(lo, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
         f = load_rows(q, tokens, qs[1] * ALIGN, live, F, False)
-        t = turn(f, cos, sin, tokens, live, HT, False, TURN, F)
+        t = turn(f, angles, tokens, live, HT, False, TURN, F)
         y = add_rows(zero_rows(BN, V), t, wt, dtype, digits(dtype, TURN > 0, False), F, V, PREC)
         factor = unit
         if NORM:
@@ -65,89 +80,177 @@ def read_out(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def query_rows(
-    q, g, dq, inverses, totals, keep, anchor, shift, cos, sin, mixed, mixed_vector, qs, gs, dqs, GEO, N, H, BH, M, HT,
-    chunk, eps, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, FINE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+def query_grads(
+    q, g, dq, inverses, totals, keep, anchor, shift, cos, sin, mixed, mixed_vector, matrix, vector, qs, gs, dqs, GEO, N,
+    H, BH, M, G, HT, chunk, eps, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
+    F: tl.constexpr, V: tl.constexpr, FINE: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute d loss / d den [B * H, N] of the ratio, for the sums over queries, and dq unless it is None. FINE: from
-    operators in two digits."""
-    bh, block, part = place(BH, M)
-    b = box(GEO, block)
-    q = at_head(q, qs, bh, H, 1, ALIGN)
-    g = at_head(g, gs, bh, H, 1, ALIGN)
+    """Compute what is not None: dq; d loss / d den `totals` [B * H, N] of the ratio; and the gradients of the mixed
+    moments, dP~' = Sum do phi(q)' (ratio: do phi(q)' / den, with the quotient in two digits) and dz~.
+
+    FINE: dq from operators in two digits. SPLIT: number of programs that split the features of a head; F: the width of
+    one program. 1 for the ratio, which needs all features.
+    """
+    bh, at, b, lo, hi = work(GEO, BH, M, chunk, SPLIT)
     keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, 0, F.D)
-    sin = angles_at(sin, bh, H, HT, 0, F.D)
+    first = tl.program_id(0) % SPLIT * F.D
+    q = at_head(q, qs, bh, H, 1, ALIGN) + first
+    g = at_head(g, gs, bh, H, 1, ALIGN)
+    angles = angles_at(cos, sin, bh, H, HT, first, F.D * SPLIT)
     dtype: tl.constexpr = q.dtype.element_ty
-    ANCHOR: tl.constexpr = TURN == 0
-    DIGITS: tl.constexpr = digits(dtype, FINE or EXACT, EXACT)
-    at = (block * BH + bh).to(tl.int64)
-    w, unit = load_operator(mixed + at * F.D * V.D, dtype, DIGITS, F, V)
+    ANCHOR: tl.constexpr = NORM and TURN == 0
+    DIGITS: tl.constexpr = digits(dtype, NORM or TURN > 0, EXACT)
+    OF_P: tl.constexpr = digits(dtype, FINE or (NORM and EXACT), NORM and EXACT)
+    w, unit = load_operator(mixed + at * F.D * SPLIT * V.D + first, dtype, OF_P, F, V, SPLIT)
     a = anchor
     if ANCHOR:
         a = columns(load_anchor(anchor, shift, bh, at, V), dtype, V, EXACT)
-    inverses += bh.to(tl.int64) * N
-    totals += bh.to(tl.int64) * N
-    hi = tl.minimum((part + 1) * chunk, b[0])
-    for start in range(part * chunk, hi, BN):
+    if dq is not None:
+        dq = at_head(dq, dqs, bh, H, 1, ALIGN) + first
+    if NORM:
+        inverses += bh.to(tl.int64) * N
+    if totals is not None:
+        totals += bh.to(tl.int64) * N
+    qn, gn, dqn = qs[1] * ALIGN, gs[1] * ALIGN, dqs[1] * ALIGN
+    over = 1.0
+    if matrix is not None:
+        acc = outer4_begin(V, F, False, False)
+        dz = begin_weighted(dtype, BN, F, NORM)
+        if NORM:
+            over = unit_of(inverses, lo, hi, b, keep, dtype, BN)
+    for start in range(lo, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
-        tg = load_rows(g, tokens, gs[1] * ALIGN, live, V, False)
-        f = load_rows(q, tokens, qs[1] * ALIGN, live, F, False)
-        t = turn(f, cos, sin, tokens, live, HT, False, TURN, F)
-        gt = times(by_operator(tg, w, DIGITS, V, F, PREC), unit, F)
-        inverse = tl.load(inverses + tokens, mask=live, other=0.0)
-        total = total_grad(t, tg, gt, inverse, a, eps, ANCHOR, F, V)
-        tl.store(totals + tokens, total, mask=live)
+        tg = load_rows(g, tokens, gn, live, V, False)
+        f = load_rows(q, tokens, qn, live, F, False)
+        t = turn(f, angles, tokens, live, HT * SPLIT, False, TURN, F)
+        gt = times(by_operator(tg, w, OF_P, V, F, PREC), unit, F)
+        if NORM:
+            inverse = tl.load(inverses + tokens, mask=live, other=0.0)
+            total = total_grad(t, tg, gt, inverse, a, eps, ANCHOR, F, V)
+            if totals is not None:
+                tl.store(totals + tokens, total, mask=live)
+            gt = times(gt, inverse[:, None], F)
+            if matrix is not None:
+                dz = add_weighted(dz, f, total, F, EXACT)
+                t = times(t, inverse[:, None] * over, F)
         if dq is not None:
-            gq = turn(times(gt, inverse[:, None], F), cos, sin, tokens, live, HT, True, TURN, F)
-            gq = add_vector(gq, total, mixed_vector + at * F.D, F)
-            to = at_head(dq, dqs, bh, H, 1, ALIGN)
-            store_rows(to, tokens, dqs[1] * ALIGN, live, gq, F)
+            gq = turn(gt, angles, tokens, live, HT * SPLIT, True, TURN, F)
+            if NORM:
+                gq = add_vector(gq, total, mixed_vector + at * F.D, F)
+            store_rows(dq, tokens, dqn, live, gq, F)
+        if matrix is not None:
+            acc = settled4(add_outer(acc, tg, t, live, dtype, DIGITS, V, F, PREC), V, F)
+    if matrix is not None:
+        pid = (tl.program_id(0) // SPLIT).to(tl.int64)
+        p = scale4(outer4_end(acc, V), 1.0 / over)
+        store4(matrix + pid * F.D * SPLIT * V.D + first, p, V, F, F.D * SPLIT, 1)
+        if NORM:
+            store_vec(vector + pid * F.D, end_sum(dz, F, True), F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def key_grads(
-    k, v, dk, dv, keep, scales, anchor, cos, sin, matrix, vector, ks, vs, dks, dvs, GEO, N, H, BH, M, G, HT, chunk,
-    scale, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, FINE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+    q, k, v, dk, dv, keep, scales, anchor, cos, sin, right, vector, left, qs, ks, vs, dks, dvs, GEO, N, H, BH, M, G, HT,
+    chunk, scale, ORDER: tl.constexpr, PART: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
+    ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FINE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute dv = s phi(k) dP and dk = s (v dP' (NORM: + dz - anchor dP')) for the key's block, with rotated phi and
-    dP. FINE: dk from dP in two digits."""
-    bh, block, part = place(BH, M)
-    b = box(GEO, block)
+    """Compute dk and dv from the gradients of the moments of the key's block, with rotated phi and dX.
+
+        la    dk = s (v dP' (NORM: + dz - anchor dP'))              dv = s k dP
+        ahla  dk = s (q dR' + v dP' (NORM: + dz - anchor dP'))      dv = s k dP
+        hla2  dk = s k (dS + dS')                                   dv = s q dC
+
+    PART 0: both, 1: dv, 2: dk. FINE: dk from dP in two digits.
+    """
+    bh, at, b, lo, hi = work(GEO, BH, M, chunk)
+    keep = keep_of(keep, bh, H, N)
+    q = at_head(q, qs, bh, H, 1, ALIGN)
     k = at_head(k, ks, bh, H, G, ALIGN)
     v = at_head(v, vs, bh, H, G, ALIGN)
     dk = at_head(dk, dks, bh, H, 1, ALIGN)
     dv = at_head(dv, dvs, bh, H, 1, ALIGN)
-    keep = keep_of(keep, bh, H, N)
-    cos = angles_at(cos, bh, H, HT, 0, F.D)
-    sin = angles_at(sin, bh, H, HT, 0, F.D)
-    at = (block * BH + bh).to(tl.int64)
+    angles = angles_at(cos, sin, bh, H, HT, 0, F.D)
     dtype: tl.constexpr = k.dtype.element_ty
     DIGITS: tl.constexpr = digits(dtype, TURN > 0, False)
     OF_P: tl.constexpr = digits(dtype, FINE, False)
-    w, unit = load_operator(matrix + at * F.D * V.D, dtype, OF_P, F, V)
     s = scale_of(scales, scale, bh, H)
-    if NORM:
-        row = load_vec(vector + at * F.D, F)
-        if TURN == 0:
-            a = load_vec(anchor + bh * V.D, V)
-            back = vecmat(a, w[0], V, F)
-            if OF_P > 1:
-                back = axpy2(back, 1.0, vecmat(a, w[1], V, F), F)
-            row = axpy2(row, -unit, back, F)
-    hi = tl.minimum((part + 1) * chunk, b[0])
-    for start in range(part * chunk, hi, BN):
+    w, unit = load_operator(right + at * F.D * V.D, dtype, OF_P, F, V)
+    if ORDER != "la":
+        y, y_unit = load_left(left + at * F.D * F.D, dtype, ORDER == "hla2", F)
+    if NORM and ORDER != "hla2":
+        row = anchored_row(vector + at * F.D, anchor + bh * V.D, w, unit, OF_P, TURN == 0, F, V)
+    for start in range(lo, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
-        tv = load_rows(v, tokens, vs[1] * ALIGN, live, V, False)
-        f = load_rows(k, tokens, ks[1] * ALIGN, live, F, False)
-        t = turn(f, cos, sin, tokens, live, HT, False, TURN, F)
-        gv = add_rows(zero_rows(BN, V), t, trans4(w[0]), dtype, DIGITS, F, V, PREC)
-        gv = times(gv, s * unit, V)
-        store_rows(dv, tokens, dvs[1] * ALIGN, live, gv, V)
-        gk = times(by_operator(tv, w, OF_P, V, F, PREC), s * unit, F)
-        gk = turn(gk, cos, sin, tokens, live, HT, True, TURN, F)
+        if ORDER == "la":
+            tv = load_rows(v, tokens, vs[1] * ALIGN, live, V, False)
+        else:
+            tq = load_rows(q, tokens, qs[1] * ALIGN, live, F, False)
+            tq = turn(tq, angles, tokens, live, HT, False, TURN, F)
+        tk = load_rows(k, tokens, ks[1] * ALIGN, live, F, False)
+        tk = turn(tk, angles, tokens, live, HT, False, TURN, F)
+        if PART != 2:
+            gv = add_rows(zero_rows(BN, V), tq if ORDER == "hla2" else tk, trans4(w[0]), dtype, DIGITS, F, V, PREC)
+            store_rows(dv, tokens, dvs[1] * ALIGN, live, times(gv, s * unit, V), V)
+        if PART != 1:
+            if ORDER != "la":
+                gk = add_rows(zero_rows(BN, F), tk if ORDER == "hla2" else tq, y, dtype, DIGITS, F, F, PREC)
+                gk = times(gk, s * y_unit, F)
+            if ORDER == "la":
+                gk = times(by_operator(tv, w, OF_P, V, F, PREC), s * unit, F)
+            elif ORDER == "ahla":
+                tv = load_rows(v, tokens, vs[1] * ALIGN, live, V, False)
+                gk = axpy2(gk, 1.0, times(by_operator(tv, w, OF_P, V, F, PREC), s * unit, F), F)
+            gk = turn(gk, angles, tokens, live, HT, True, TURN, F)
+            if NORM and ORDER != "hla2":
+                gk = axpy2(gk, s, as_row(row), F)
+            store_rows(dk, tokens, dks[1] * ALIGN, live, gk, F)
+
+
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def query_products(
+    g, other, dq, inverses, totals, keep, scales, anchor, cos, sin, operator, operator_vector, right, vector, left, gs,
+    others, dqs, GEO, N, H, BH, M, G, HT, chunk, scale, ORDER: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+    EXACT: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Compute dq of a higher order: do O' (NORM: / den + total o), plus s k dR (ahla, other = k) or
+    s (v dC' (NORM: + dc - anchor dC')) (hla2, other = v)."""
+    bh, at, b, lo, hi = work(GEO, BH, M, chunk)
+    keep = keep_of(keep, bh, H, N)
+    g = at_head(g, gs, bh, H, 1, ALIGN)
+    other = at_head(other, others, bh, H, G, ALIGN)
+    dq = at_head(dq, dqs, bh, H, 1, ALIGN)
+    angles = angles_at(cos, sin, bh, H, HT, 0, F.D)
+    dtype: tl.constexpr = g.dtype.element_ty
+    DIGITS: tl.constexpr = digits(dtype, TURN > 0, False)
+    s = scale_of(scales, scale, bh, H)
+    w, unit = load_operator(operator + at * F.D * V.D, dtype, 1, F, V)
+    if ORDER == "hla2":
+        x, x_unit = load_operator(right + at * F.D * V.D, dtype, 1, F, V)
         if NORM:
-            gk = axpy2(gk, s, as_row(row), F)
-        store_rows(dk, tokens, dks[1] * ALIGN, live, gk, F)
+            row = anchored_row(vector + at * F.D, anchor + bh * V.D, x, x_unit, 1, TURN == 0, F, V)
+    else:
+        y, x_unit = load_left(left + at * F.D * F.D, dtype, False, F)
+        y = trans4(y)
+    if NORM:
+        inverses += bh.to(tl.int64) * N
+        totals += bh.to(tl.int64) * N
+    for start in range(lo, hi, BN):
+        tokens, live = tile(start, hi, b, keep, BN)
+        if ORDER == "hla2":
+            tv = load_rows(other, tokens, others[1] * ALIGN, live, V, False)
+            more = by_operator(tv, x, 1, V, F, PREC)
+        else:
+            t = load_rows(other, tokens, others[1] * ALIGN, live, F, False)
+            t = turn(t, angles, tokens, live, HT, False, TURN, F)
+            more = add_rows(zero_rows(BN, F), t, y, dtype, DIGITS, F, F, PREC)
+        tg = load_rows(g, tokens, gs[1] * ALIGN, live, V, False)
+        gq = times(by_operator(tg, w, 1, V, F, PREC), unit, F)
+        if NORM:
+            gq = times(gq, tl.load(inverses + tokens, mask=live, other=0.0)[:, None], F)
+        gq = axpy2(gq, s * x_unit, more, F)
+        gq = turn(gq, angles, tokens, live, HT, True, TURN, F)
+        if NORM:
+            gq = add_vector(gq, tl.load(totals + tokens, mask=live, other=0.0), operator_vector + at * F.D, F)
+            if ORDER == "hla2":
+                gq = axpy2(gq, s, as_row(row), F)
+        store_rows(dq, tokens, dqs[1] * ALIGN, live, gq, F)

@@ -21,11 +21,13 @@ def digits(dtype, FLOATS, EXACT):
 
 
 @triton.jit
-def angles_at(x, bh, H, HT, first, D: tl.constexpr):
-    """Return the pointer to one head of a table [N, HT, D / 2], HT 1 or H, at channel `first`."""
-    out = x
-    if x is not None:
-        out = x + bh % H % HT * (D // 2) + first // 2
+def angles_at(cos, sin, bh, H, HT, first, D: tl.constexpr):
+    """Return the pointers to one head of the tables [N, HT, D / 2], HT 1 or H, at channel `first`; without tables what
+    `turn` does not read."""
+    out = (bh, bh)
+    if cos is not None:
+        at = bh % H % HT * (D // 2) + first // 2
+        out = (cos + at, sin + at)
     return out
 
 
@@ -62,12 +64,12 @@ def turn_part(x, c, s, TURN: tl.constexpr):
 
 
 @triton.jit
-def turn(x, cos, sin, tokens, live, HT, BACK: tl.constexpr, TURN: tl.constexpr, W: tl.constexpr):
+def turn(x, angles, tokens, live, HT, BACK: tl.constexpr, TURN: tl.constexpr, W: tl.constexpr):
     """Rotate a tile by the angles of its tokens, in float32; BACK: by the opposite angles. TURN 0: no rotation."""
     out = x
     if TURN > 0:
-        c = load_angles(cos, tokens, live, HT, BACK, W)
-        s = load_angles(sin, tokens, live, HT, BACK, W)
+        c = load_angles(angles[0], tokens, live, HT, BACK, W)
+        s = load_angles(angles[1], tokens, live, HT, BACK, W)
         sign = -1.0 if BACK else 1.0
         y1 = turn_part(x[0].to(tl.float32), c[0], sign * s[0], TURN)
         y2 = y1
@@ -96,18 +98,28 @@ def rest(x, high, W: tl.constexpr):
 
 
 @triton.jit
+def digits_of(x, dtype: tl.constexpr, DIGITS: tl.constexpr, W: tl.constexpr):
+    """Return a tile as three tiles of `dtype`, the first `DIGITS` of which sum to it."""
+    high = cast2(x, dtype, W)
+    low = high
+    lowest = high
+    if DIGITS > 1:
+        left = rest(x, high, W)
+        low = cast2(left, dtype, W)
+        if DIGITS > 2:
+            lowest = cast2(rest(left, low, W), dtype, W)
+    return high, low, lowest
+
+
+@triton.jit
 def add_outer(
     acc, x, y, live, dtype: tl.constexpr, DIGITS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, PREC: tl.constexpr
 ):
     """Return acc + x'y over the tokens of a tile; x has `dtype`, y has `dtype` or is float32 in `DIGITS` digits."""
-    high = cast2(y, dtype, Y)
-    if DIGITS > 1:
-        left = rest(y, high, Y)
-        low = cast2(left, dtype, Y)
-        if DIGITS > 2:
-            acc = outer4(acc, x, cast2(rest(left, low, Y), dtype, Y), live, X, Y, False, PREC)
-        acc = outer4(acc, x, low, live, X, Y, False, PREC)
-    return outer4(acc, x, high, live, X, Y, False, PREC)
+    parts = digits_of(y, dtype, DIGITS, Y)
+    for i in tl.static_range(DIGITS):
+        acc = outer4(acc, x, parts[DIGITS - 1 - i], live, X, Y, False, PREC)
+    return acc
 
 
 @triton.jit
@@ -115,10 +127,9 @@ def add_rows(
     acc, x, m, dtype: tl.constexpr, DIGITS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, PREC: tl.constexpr
 ):
     """Return acc + x m for a tile x in `DIGITS` (1 or 2) digits."""
-    high = cast2(x, dtype, K)
+    high, low, _ = digits_of(x, dtype, DIGITS, K)
     out = rowmul(acc, high, m, K, B, PREC)
     if DIGITS > 1:
-        low = cast2(rest(x, high, K), dtype, K)
         # a nonzero constant keeps this sum from being folded into the product, which would change its layout
         o1 = out[0] + tl.dot(low[0], m[0], input_precision=PREC, max_num_imprecise_acc=16)
         o2 = out[1]

@@ -11,14 +11,6 @@ import triton.language as tl
 
 
 @triton.jit
-def place(BH, M, SPLIT: tl.constexpr = 1):
-    """Return (head in the batch, block, part) of this program. Neighbouring programs read neighbouring heads of the
-    same tokens, and the SPLIT programs that share tokens are consecutive."""
-    pid = tl.program_id(0) // SPLIT
-    return pid % BH, (pid // BH) % M, pid // (BH * M)
-
-
-@triton.jit
 def box(GEO, block):
     """Return (number of tokens, first token, rows, columns, tokens per plane, tokens per line) of a block, and of a
     device's share of it the first position."""
@@ -90,3 +82,19 @@ def scale_of(scales, scale, bh, H):
     if scales is not None:
         s = tl.load(scales + bh // H)
     return s
+
+
+@triton.jit
+def work(GEO, BH, M, chunk, SPLIT: tl.constexpr = 1):
+    """Return what a program works on: the head in the batch, the place of its block among the moments, the box, and
+    the first and the last position.
+
+    Neighbouring programs read neighbouring heads of the same tokens; SPLIT consecutive ones share tokens.
+    """
+    pid = tl.program_id(0) // SPLIT
+    bh = pid % BH
+    block = (pid // BH) % M
+    part = pid // (BH * M)
+    b = box(GEO, block)
+    at = (block * BH + bh).to(tl.int64)
+    return bh, at, b, part * chunk, tl.minimum((part + 1) * chunk, b[0])

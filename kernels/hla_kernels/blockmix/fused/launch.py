@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +13,15 @@ from ...hla.fused.launch import group_sum
 from ...hla.fused.spec import Widths, alignment, strides
 from ..options import BlockOptions
 from . import plan
-from .apply import key_grads, query_rows, read_out
+from .apply import key_grads, query_grads, query_products, read_out
 from .mixing import add, mixed, mixed_back
-from .orders.grads import key_products, query_products
-from .orders.middle import left_grads, operators, right_grads
-from .reduce import query_grads, reduce_moments, sum_values
+from .orders import left_grads, operators, right_grads
+from .reduce import reduce_moments, sum_values
 from .spec import Moments, Sizes, flags, geometry, moment_precisions, moments_dtype, precision
 
 Rotary = tuple[Tensor, Tensor] | None
+Grads = tuple[Tensor, Tensor, Tensor]
+Sums = tuple[Tensor, Tensor | None]  # matrices and vectors
 
 
 class Call:
@@ -36,7 +38,6 @@ class Call:
         self.geo, self.w, self.flags = geometry(o.layout, share), Widths.of(self.d, self.dv), flags(o, rotary)
         # a softmax's Jacobian removes the part of gradients that all features share: one digit would leave its rounding
         self.fine = o.feature_map == "softmax"
-        self.whole = self.flags["TURN"] > 1  # a rotation needs both halves of the channels
         self.dtype = moments_dtype(q.dtype, o, rotary is not None)
         self.size = Sizes.of(o, self.n, self.d, self.dv, self.dtype)
         self.prec, (self.mix, self.mid) = precision(q.dtype, o), moment_precisions(q.dtype, o)
@@ -75,17 +76,48 @@ class Call:
         return Moments.of(buffer, self.bh, size, self.dtype)
 
     def sizes(self) -> tuple:
-        """Return GEO, N, H, B H, M."""
-        return self.geo, self.n, self.h, self.bh, self.m
+        """Return GEO, N, H, B H, M, G, HT."""
+        return self.geo, self.n, self.h, self.bh, self.m, self.group, self.ht
 
     def token_flags(self) -> dict:
         """Return the constexpr arguments of a pass over tokens."""
         return {**self.flags, **self.w._asdict(), "PREC": self.prec}
 
-    def rows_config(self, name: str) -> dict[str, int]:
-        """Return the tiles of a pass that writes rows."""
+    def write_rows(
+        self, kernel: Any, name: str, pointers: Sequence[Tensor | None], rows: Sequence[Tensor], last: float,
+        **flags: Any,
+    ) -> None:  # fmt: skip
+        """Launch a pass over the tokens that writes rows with the tiles of `name`. rows: the tensors whose strides it
+        takes; last: its last number."""
         digits = self.digits if name == "read" else max(self.digits, 1 + self.fine)  # of features or operators
-        return plan.apply_config(self.w, self.q.dtype, name, self.o.normalize, digits)
+        config = plan.apply_config(self.w, self.q.dtype, name, self.o.normalize, digits)
+        parts, chunk = plan.apply_parts(self.programs, self.o.layout.widest, config["BN"])
+        a = alignment(*rows)
+        launch(
+            kernel, self.programs * parts, *pointers, *(strides(x, a) for x in rows), *self.sizes(), chunk, last,
+            ALIGN=a, **self.token_flags(), **flags, **config,
+        )  # fmt: skip
+
+    def sum_rows(
+        self, kernel: Any, w: Widths, config: plan.Config, pointers: Sequence[Tensor | None], to: Sums,
+        rows: Sequence[Tensor], last: tuple, **flags: Any,
+    ) -> None:  # fmt: skip
+        """Launch a pass over the tokens that sums matrices [V, F] and perhaps vectors, `to`: in float32 parts, which
+        another kernel adds, if one program per block would leave the GPU idle. w: widths of one program."""
+        split = config.get("SPLIT", 1)
+        sizes = (self.programs * w.F.D * split * w.V.D, self.programs * w.F.D * split)
+        parts, chunk = plan.reduce_parts(self.programs, self.o.layout.widest, config["BN"])
+        summed = to
+        if parts > 1:
+            summed = (self.buffer(parts, sizes[0]), None if to[1] is None else self.buffer(parts, sizes[1]))
+        a = alignment(*rows)
+        launch(
+            kernel, self.programs * parts * split, *pointers, *summed, *(strides(x, a) for x in rows),
+            *self.sizes(), chunk, *last, ALIGN=a, **{**self.token_flags(), **w._asdict(), **flags}, **config,
+        )  # fmt: skip
+        for part, out, size in zip(summed, to, sizes, strict=True):
+            if parts > 1 and part is not None and out is not None:
+                add(part, out, 1, parts, size, 8)
 
     @property
     def digits(self) -> int:
@@ -123,52 +155,29 @@ class Source(NamedTuple):
     y: Tensor
     y_group: int
     pair: bool = False
-    ratio: tuple[Tensor, Tensor] | None = None
+    ratio: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
 
-def sum_over(call: Call, s: Source, anchor: Tensor | None, matrix: Tensor, vector: Tensor | None, local: bool) -> None:
-    """Sum y phi(x)' over every block, and with `vector` also phi(x); `local`: times s."""
+def sum_over(call: Call, s: Source, anchor: Tensor | None, to: Sums, local: bool) -> None:
+    """Sum y phi(x)' over every block, and with a vector also phi(x); `local`: times s."""
     w = call.w if not s.pair else call.w._replace(V=call.w.F)
-    ratio = s.ratio is not None
+    ratio = s.ratio[0] is not None
     digits = 3 if call.flags["EXACT"] else call.digits * (1 + s.pair)
-    config = plan.reduce_config(w, call.q.dtype, vector is not None, ratio, digits)
-    size = call.programs * w.F.D * w.V.D
-    w, config = plan.divided(w, config, call.whole or s.pair)
-    parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
-    a = alignment(s.x, s.y)
-    flags = {**call.token_flags(), **w._asdict(), "NORM": vector is not None}
-    to, to_vector = matrix, vector
-    if parts > 1:  # float32 parts are added by another kernel
-        to = call.buffer(parts, size)
-        to_vector = None if vector is None else call.buffer(parts, call.programs * call.d)
-    launch(
-        reduce_moments, call.programs * parts * config["SPLIT"],
-        s.x, s.y, call.keep, call.scales if local else None, anchor, *(s.ratio or (None, None)), *call.angles, to,
-        to_vector, strides(s.x, a), strides(s.y, a), *call.sizes(), s.group, s.y_group, call.ht, chunk,
-        call.scale if local else 1.0, ALIGN=a, RATIO=ratio, PAIR=s.pair,
-        ROWS=plan.rows_at_once(w, call.q.dtype, config), **flags, **config,
+    config = plan.reduce_config(w, call.q.dtype, to[1] is not None, ratio, digits)
+    scales, scale = (call.scales, call.scale) if local else (None, 1.0)
+    call.sum_rows(
+        reduce_moments, w, config, (s.x, s.y, call.keep, scales, anchor, *s.ratio, *call.angles), to, (s.x, s.y),
+        (scale, s.group, s.y_group), NORM=to[1] is not None, RATIO=ratio, PAIR=s.pair,
+        ROWS=plan.rows_at_once(w, call.q.dtype, config),
     )  # fmt: skip
-    added(call, to, to_vector, matrix, vector, parts, size)
-
-
-def added(
-    call: Call, to: Tensor, to_vector: Tensor | None, matrix: Tensor, vector: Tensor | None, parts: int, size: int
-) -> None:
-    """Add the parts of moments."""
-    if parts > 1:
-        add(to, matrix, 1, parts, size, 8)
-        if vector is not None and to_vector is not None:
-            add(to_vector, vector, 1, parts, call.programs * call.d, 8)
 
 
 def local_moments(call: Call, anchor: Tensor | None, out: Moments) -> None:
     """Compute P' and z (hla2: C' and the sums of phi(q)), and the left factor R' or S of higher orders."""
-    q, k, v, g = call.q, call.k, call.v, call.group
-    source = Source(q, 1, v, g) if call.o.order == "hla2" else Source(k, g, v, g)
-    sum_over(call, source, anchor, out.matrix, out.vector, True)
+    q, k, v, g, hla2 = call.q, call.k, call.v, call.group, call.o.order == "hla2"
+    sum_over(call, Source(q, 1, v, g) if hla2 else Source(k, g, v, g), anchor, out[:2], True)
     if out.left is not None:
-        source = Source(k, g, k, g, True) if call.o.order == "hla2" else Source(k, g, q, 1, True)
-        sum_over(call, source, None, out.left, None, True)
+        sum_over(call, Source(k, g, k, g, True) if hla2 else Source(k, g, q, 1, True), None, (out.left, None), True)
 
 
 class Saved(NamedTuple):
@@ -202,7 +211,9 @@ def forward_call(call: Call, out: Tensor, buffer: Tensor) -> None:
 def mixed_call(call: Call, out: Tensor, saved: Saved) -> None:
     """Compute o from the local moments."""
     mixed(call, saved.local, saved.mixed)
-    read_call(call, out, operator_of(call, saved.mixed), saved)
+    y = operator_of(call, saved.mixed)
+    given = (call.q, out, saved.inverses, call.keep, saved.anchor, y.shift, *call.angles, y.matrix, y.vector)
+    call.write_rows(read_out, "read", given, (call.q, out), call.o.eps)
 
 
 class Operator(NamedTuple):
@@ -221,25 +232,14 @@ def operator_of(call: Call, x: Moments) -> Operator:
     room = call.operators()
     shift = None if room.vector is None else call.buffer(call.programs * call.dv)
     out = Operator(room.matrix, room.vector, shift)
-    programs, common = plan.product_grid(call.w, call.w.V.D, call.programs)
-    launch(operators, programs, x.matrix, x.vector, x.left, *out, **call.w._asdict(), PREC=call.mid, **common)
+    product(call, operators, call.w.V.D, x.matrix, x.vector, x.left, *out)
     return out
 
 
-def read_call(call: Call, out: Tensor, y: Operator, saved: Saved) -> None:
-    """Compute o from the operators."""
-    config = call.rows_config("read")
-    parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
-    a = alignment(call.q, out)
-    launch(
-        read_out, call.programs * parts,
-        call.q, out, saved.inverses, call.keep, saved.anchor, y.shift, *call.angles, y.matrix, y.vector,
-        strides(call.q, a), strides(out, a), *call.sizes(), call.ht, chunk, call.o.eps, ALIGN=a, **call.token_flags(),
-        **config,
-    )  # fmt: skip
-
-
-Grads = tuple[Tensor, Tensor, Tensor]
+def product(call: Call, kernel: Any, height: int, *tensors: Tensor | None) -> None:
+    """Launch a product of moments."""
+    programs, common = plan.product_grid(call.w, height, call.programs)
+    launch(kernel, programs, *tensors, **call.w._asdict(), PREC=call.mid, **common)
 
 
 def backward_call(call: Call, g: Tensor, outs: Grads, buffer: Tensor) -> Tensor:
@@ -252,129 +252,64 @@ def backward_call(call: Call, g: Tensor, outs: Grads, buffer: Tensor) -> Tensor:
 
 
 def token_grads_call(
-    call: Call, g: Tensor, outs: Grads, operator: Operator, saved: Saved, d_operator: Moments, totals: Tensor | None
+    call: Call, g: Tensor, outs: Grads, y: Operator, saved: Saved, d_operator: Moments, totals: Tensor | None
 ) -> Tensor:
     """Compute dk and dv, and dq of a higher order, from the gradients of the operators; return d mixing."""
-    room = outs if call.group == 1 else (outs[0], *head_grads(call))
-    dx = call.moments()
-    if call.o.order == "la":
-        dm = mixed_back(call, d_operator, saved.local, dx)
-        key_call(call, room, dx, saved.anchor)
-    else:
+    dk, dv = head_grads(call, outs)
+    dx, dy, order = call.moments(), d_operator, call.o.order
+    if order != "la":
         dy = call.moments()
-        factor_grads(call, saved.mixed, operator.shift, d_operator, dy)
-        dm = mixed_back(call, dy, saved.local, dx)
-        product_call(call, g, room, operator, dx, saved, totals)
-    if call.group > 1:
-        for part, out in zip(room[1:], outs[1:], strict=True):
-            group_sum(part, out, call.group)
+        given = (*saved.mixed, d_operator.matrix, d_operator.vector, y.shift)
+        product(call, right_grads, call.w.V.D, *given, dy.matrix, dy.vector)
+        product(call, left_grads, call.w.F.D, *given, dy.left)
+    dm = mixed_back(call, dy, saved.local, dx)
+    shared = (call.keep, call.scales, saved.anchor, *call.angles)
+    if order != "la":
+        other = call.v if order == "hla2" else call.k
+        given = (g, other, outs[0], saved.inverses, totals, *shared, y.matrix, y.vector, *dx)
+        call.write_rows(query_products, "products", given, (g, other, outs[0]), call.scale, ORDER=order)
+    rows = (call.q, call.k, call.v, dk, dv)
+    name, parts = ("key", (0,)) if order == "la" else ("products", plan.key_passes(call.w, call.digits))
+    for part in parts:
+        given, flags = (*rows, *shared, *dx), {"ORDER": order, "PART": part, "FINE": call.fine}
+        call.write_rows(key_grads, name, given, rows, call.scale, **flags)
+    sum_heads(call, (dk, dv), outs)
     return dm
 
 
-def head_grads(call: Call) -> tuple[Tensor, Tensor]:
-    """Allocate gradients of k and v per query head; padded tokens are not written."""
+def head_grads(call: Call, outs: Grads) -> tuple[Tensor, Tensor]:
+    """Return dk and dv, or buffers for them per query head; padded tokens are not written."""
+    if call.group == 1:
+        return outs[1:]
     new = torch.empty if call.keep is None else torch.zeros
     k, v = (new((call.b, call.n, call.h, w), dtype=torch.float32, device=call.q.device) for w in (call.d, call.dv))
     return k, v
 
 
+def sum_heads(call: Call, grads: tuple[Tensor, Tensor], outs: Grads) -> None:
+    """Add the gradients of `head_grads` over each group of query heads."""
+    if call.group > 1:
+        for x, out in zip(grads, outs[1:], strict=True):
+            group_sum(x, out, call.group)
+
+
 def query_call(call: Call, g: Tensor, to: Tensor, y: Operator, saved: Saved, dy: Moments) -> Tensor | None:
     """Compute the gradients of the operators y and, in first order, dq, in one or two passes over the tokens; return
     d loss / d den if it was computed."""
-    dq = to if call.o.order == "la" else None
+    dq, totals = to if call.o.order == "la" else None, None
+    rows = (call.q, g, call.q if dq is None else dq)
+    moments = (call.keep, saved.anchor, y.shift, *call.angles, y.matrix, y.vector)
     if dq is not None and plan.one_pass(call.w, call.o.normalize, call.q.dtype, call.digits):
-        query_both_call(call, g, dq, y, saved, dy)
+        # a rotation of channels (i, i + D / 2) needs both halves of the channels
+        w, config = plan.query_config(call.w, call.q.dtype, call.o.normalize, call.digits, call.flags["TURN"] > 1)
+        given = (call.q, g, dq, saved.inverses, None, *moments)
+        call.sum_rows(query_grads, w, config, given, dy[:2], rows, (call.o.eps,), FINE=call.fine)
         return None
-    ratio, totals = None, None
+    ratio: tuple = (None, None)
     if call.o.normalize:
-        assert saved.inverses is not None
         totals = call.buffer(call.bh, call.n)
         ratio = (saved.inverses, totals)
-        totals_call(call, g, dq, y, saved, totals)
-    sum_over(call, Source(call.q, 1, g, 1, ratio=ratio), None, dy.matrix, dy.vector, False)
+        given = (call.q, g, dq, *ratio, *moments, None, None)
+        call.write_rows(query_grads, "rows", given, rows, call.o.eps, FINE=call.fine, SPLIT=1)
+    sum_over(call, Source(call.q, 1, g, 1, ratio=ratio), None, dy[:2], False)
     return totals
-
-
-def totals_call(call: Call, g: Tensor, dq: Tensor | None, y: Operator, saved: Saved, totals: Tensor) -> None:
-    """Compute d loss / d den of the ratio, and dq unless it is None."""
-    config = call.rows_config("rows")
-    parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
-    rows = [call.q, g] if dq is None else [call.q, g, dq]
-    a = alignment(*rows)
-    launch(
-        query_rows, call.programs * parts,
-        call.q, g, dq, saved.inverses, totals, call.keep, saved.anchor, y.shift, *call.angles, y.matrix,
-        y.vector, strides(call.q, a), strides(g, a), strides(rows[-1], a), *call.sizes(), call.ht, chunk, call.o.eps,
-        ALIGN=a, FINE=call.fine, **call.token_flags(), **config,
-    )  # fmt: skip
-
-
-def query_both_call(call: Call, g: Tensor, dq: Tensor, y: Operator, saved: Saved, dy: Moments) -> None:
-    """Compute dq and the gradients of the mixed moments in one pass."""
-    config = plan.query_config(call.w, call.q.dtype, call.o.normalize, call.digits)
-    w, config = plan.divided(call.w, config, call.whole or call.o.normalize)
-    parts, chunk = plan.reduce_parts(call.programs, call.o.layout.widest, config["BN"])
-    a = alignment(call.q, g, dq)
-    size, to, to_vector = call.programs * call.d * call.dv, dy.matrix, dy.vector
-    if parts > 1:
-        to = call.buffer(parts, size)
-        to_vector = None if dy.vector is None else call.buffer(parts, call.programs * call.d)
-    launch(
-        query_grads, call.programs * parts * config["SPLIT"],
-        call.q, g, dq, saved.inverses, call.keep, saved.anchor, *call.angles, y.matrix, y.vector, to, to_vector,
-        strides(call.q, a), strides(g, a), strides(dq, a), *call.sizes(), call.ht, chunk, call.o.eps, ALIGN=a,
-        FINE=call.fine, **{**call.token_flags(), **w._asdict()}, **config,
-    )  # fmt: skip
-    added(call, to, to_vector, dy.matrix, dy.vector, parts, size)
-
-
-def key_call(call: Call, outs: Grads, dx: Moments, anchor: Tensor | None) -> None:
-    """Compute dk and dv of first order from the gradients of the local moments."""
-    config = call.rows_config("key")
-    parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
-    a = alignment(call.k, call.v, *outs[1:])
-    launch(
-        key_grads, call.programs * parts,
-        call.k, call.v, *outs[1:], call.keep, call.scales, anchor, *call.angles, dx.matrix, dx.vector,
-        strides(call.k, a), strides(call.v, a), strides(outs[1], a), strides(outs[2], a), *call.sizes(), call.group,
-        call.ht, chunk, call.scale, ALIGN=a, FINE=call.fine, **call.token_flags(), **config,
-    )  # fmt: skip
-
-
-def factor_grads(call: Call, x: Moments, shift: Tensor | None, d_operator: Moments, dy: Moments) -> None:
-    """Compute the gradients of the mixed factors of each operator from the gradient of the operator."""
-    for kernel, height, outs in (
-        (right_grads, call.w.V.D, (dy.matrix, dy.vector)), (left_grads, call.w.F.D, (dy.left,)),
-    ):  # fmt: skip
-        programs, common = plan.product_grid(call.w, height, call.programs)
-        launch(
-            kernel, programs,
-            x.matrix, x.vector, x.left, d_operator.matrix, d_operator.vector, shift, *outs, **call.w._asdict(),
-            PREC=call.mid, **common,
-        )  # fmt: skip
-
-
-def product_call(
-    call: Call, g: Tensor, outs: Grads, y: Operator, dx: Moments, saved: Saved, totals: Tensor | None
-) -> None:
-    """Compute dq, then dk and dv of a higher order, from the read-out and the gradients of the local moments."""
-    q, k, v, hla2 = call.q, call.k, call.v, call.o.order == "hla2"
-    config = call.rows_config("products")
-    parts, chunk = plan.apply_parts(call.programs, call.o.layout.widest, config["BN"])
-    ratio, programs, flags = (saved.inverses, totals), call.programs * parts, {**call.token_flags(), **config}
-    other = v if hla2 else k
-    a = alignment(q, g, other, outs[0])
-    launch(
-        query_products, programs,
-        q, g, other, outs[0], *ratio, call.keep, call.scales, saved.anchor, *call.angles, y.matrix, y.vector,
-        dx.matrix, dx.vector, dx.left, *(strides(x, a) for x in (q, g, other, outs[0])), *call.sizes(), call.group,
-        call.ht, chunk, call.scale, HLA2=hla2, ALIGN=a, **flags,
-    )  # fmt: skip
-    a = alignment(q, k, v, *outs[1:])
-    for part in plan.key_passes(call.w, call.digits):
-        launch(
-            key_products, programs,
-            q, k, v, *outs[1:], call.keep, call.scales, saved.anchor, *call.angles, dx.matrix, dx.vector, dx.left,
-            *(strides(x, a) for x in (q, k, v, *outs[1:])), *call.sizes(), call.group, call.ht, chunk, call.scale,
-            PART=part, HLA2=hla2, ALIGN=a, **flags,
-        )  # fmt: skip

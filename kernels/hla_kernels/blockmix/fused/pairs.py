@@ -12,10 +12,11 @@ products with a first operand in registers are miscompiled.
 import triton
 import triton.language as tl
 
+from ...hla.fused.tiles import load_rows, store_rows
 from .geometry import at_head, keep_of, scale_of
 
-NO_SPECIALIZE = ["qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "ms", "GEO", "N", "H", "BH", "M", "G", "step",
-                 "scale", "eps"]  # fmt: skip
+NO_SPECIALIZE = ["xs", "ys", "zs", "outs", "qs", "ks", "vs", "gs", "dks", "dvs", "ms", "GEO", "N", "H", "BH", "M", "G",
+                 "step", "scale", "eps"]  # fmt: skip
 
 
 @triton.jit
@@ -29,23 +30,15 @@ def tokens_at(keep, start, N, BN: tl.constexpr):
 
 
 @triton.jit
-def rows(ptr, i, stride, live, D: tl.constexpr, DP: tl.constexpr):
-    """Load rows i as [., DP], zeros where not live and beyond D."""
-    c = tl.arange(0, DP)
-    kept = live[:, None]
-    if DP > D:
-        kept = kept & (c < D)[None, :]
-    return tl.load(ptr + i.to(tl.int64)[:, None] * stride + c[None, :], mask=kept, other=0.0)
+def rows(ptr, i, stride, live, W: tl.constexpr):
+    """Load rows i in one tile, zeros where not live and beyond D."""
+    return load_rows(ptr, i.to(tl.int64), stride, live, W, False)[0]
 
 
 @triton.jit
-def put(ptr, i, stride, live, x, D: tl.constexpr, DP: tl.constexpr):
+def put(ptr, i, stride, live, x, W: tl.constexpr):
     """Store what `rows` loads."""
-    c = tl.arange(0, DP)
-    kept = live[:, None]
-    if DP > D:
-        kept = kept & (c < D)[None, :]
-    tl.store(ptr + i.to(tl.int64)[:, None] * stride + c[None, :], x.to(ptr.dtype.element_ty), mask=kept)
+    store_rows(ptr, i.to(tl.int64), stride, live, (x, x), W)
 
 
 @triton.jit
@@ -81,79 +74,58 @@ def spread(m, E, COLUMNS, ms, GEO, N, M, MP: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def pair_outputs(
-    q, k, v, E, COLUMNS, keep, scales, o, O32, F, qs, ks, vs, os, N, H, G, step, scale, eps, NORM: tl.constexpr,
-    ALIGN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, MP: tl.constexpr,
+def pair_queries(
+    x, y, z, E, COLUMNS, keep, scales, out, O32, F, DELTA, xs, ys, zs, outs, N, H, G, step, scale, eps,
+    NORM: tl.constexpr, BACK: tl.constexpr, ALIGN: tl.constexpr, X: tl.constexpr, Z: tl.constexpr, B: tl.constexpr,
     PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Compute o of BQ queries, and for a backward (or None) O32 [B H, N, DV] and F [B H, N], o and f in float32. step:
-    numbers from one head of COLUMNS to the next."""
+    """Compute o of BQ queries from x, y, z = q, k, v, and for a backward (or None) O32 [B H, N, Dv] and F [B H, N], o
+    and f in float32. BACK: dq from g, v, k, and DELTA [B H, N] = g_i . o_i; O32, F and DELTA are None without a ratio.
+
+    step: numbers from one head of COLUMNS to the next.
+    """
     bh = tl.program_id(1)
-    k, v = at_head(k, ks, bh, H, G, ALIGN), at_head(v, vs, bh, H, G, ALIGN)
+    y, z = at_head(y, ys, bh, H, G, ALIGN), at_head(z, zs, bh, H, G, ALIGN)
     keep = keep_of(keep, bh, H, N)
     s = scale_of(scales, scale, bh, H)
     COLUMNS += (bh % H).to(tl.int64) * step
     i, live = tokens_at(keep, tl.program_id(0) * BQ, N, BQ)
-    x = rows(at_head(q, qs, bh, H, 1, ALIGN), i, qs[1] * ALIGN, live, D, DP)
-    e = rows(E, i, MP, i < N, MP, MP)
-    acc, den = tl.zeros([VP, BQ], tl.float32), tl.zeros([BQ], tl.float32)
-    for start in range(0, N, BK):
-        j, there = tokens_at(keep, start, N, BK)
-        y = rows(k, j, ks[1] * ALIGN, there, D, DP)
-        z = rows(v, j, vs[1] * ALIGN, there, DV, VP)
-        a = against(x, y, PREC) * against(e, rows(COLUMNS, j, MP, j < N, MP, MP), PREC)
-        if NORM:
-            den += tl.sum(a, 1)
-        high = a.to(z.dtype)
-        acc = summed(acc, z, tl.trans(high), PREC)
-        if NORM:  # rounded weights would change g_i . o_i, the same error in all P_ij of a query
-            acc = summed(acc, z, tl.trans(a - high.to(tl.float32)), PREC)
-    f = tl.full([BQ], 1.0, tl.float32) * s
-    if NORM:
-        f = s / tl.where(live, den * s + eps, 1.0)
-    out = tl.trans(acc) * f[:, None]
-    put(at_head(o, os, bh, H, 1, ALIGN), i, os[1] * ALIGN, live, out, DV, VP)
-    if F is not None:
-        tl.store(F + bh.to(tl.int64) * N + i, f, mask=i < N)
-        put(O32 + bh.to(tl.int64) * N * DV, i, DV, i < N, out, DV, VP)
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def pair_query_grads(
-    q, k, v, g, E, COLUMNS, keep, scales, O32, F, DELTA, dq, qs, ks, vs, gs, dqs, N, H, G, step, scale,
-    ALIGN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, MP: tl.constexpr,
-    PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Compute dq of BQ queries and DELTA [B H, N] = g_i . o_i. O32, F, DELTA: None without a ratio."""
-    bh = tl.program_id(1)
-    k, v = at_head(k, ks, bh, H, G, ALIGN), at_head(v, vs, bh, H, G, ALIGN)
-    keep = keep_of(keep, bh, H, N)
-    s = scale_of(scales, scale, bh, H)
-    COLUMNS += (bh % H).to(tl.int64) * step
-    i, live = tokens_at(keep, tl.program_id(0) * BQ, N, BQ)
-    tg = rows(at_head(g, gs, bh, H, 1, ALIGN), i, gs[1] * ALIGN, live, DV, VP)
-    e = rows(E, i, MP, i < N, MP, MP)
-    f, delta = tl.full([BQ], 1.0, tl.float32) * s, tl.zeros([BQ], tl.float32)
-    if F is not None:
-        at = bh.to(tl.int64) * N
+    tx = rows(at_head(x, xs, bh, H, 1, ALIGN), i, xs[1] * ALIGN, live, X)
+    e = rows(E, i, B.D, i < N, B)
+    at = bh.to(tl.int64) * N
+    f, acc = tl.full([BQ], 1.0, tl.float32) * s, tl.full([Z.D1, BQ], 0.0, tl.float32)
+    total = tl.zeros([BQ], tl.float32)  # the denominator, or g_i . o_i
+    if BACK and NORM:
         f = tl.load(F + at + i, mask=live, other=0.0)
-        delta = tl.sum(rows(O32 + at * DV, i, DV, live, DV, VP) * tg.to(tl.float32), 1)
-        tl.store(DELTA + at + i, delta, mask=i < N)
-    acc = tl.zeros([DP, BQ], tl.float32)
+        total = tl.sum(rows(O32 + at * X.D, i, X.D, live, X) * tx.to(tl.float32), 1)
+        tl.store(DELTA + at + i, total, mask=i < N)
     for start in range(0, N, BK):
         j, there = tokens_at(keep, start, N, BK)
-        y = rows(k, j, ks[1] * ALIGN, there, D, DP)
-        p = against(tg, rows(v, j, vs[1] * ALIGN, there, DV, VP), PREC) - delta[:, None]
-        p *= against(e, rows(COLUMNS, j, MP, j < N, MP, MP), PREC)
-        acc = summed(acc, y, tl.trans(p), PREC)
-    put(at_head(dq, dqs, bh, H, 1, ALIGN), i, dqs[1] * ALIGN, live, tl.trans(acc) * f[:, None], D, DP)
+        ty = rows(y, j, ys[1] * ALIGN, there, X)
+        tz = rows(z, j, zs[1] * ALIGN, there, Z)
+        a = against(tx, ty, PREC)
+        if BACK:
+            a -= total[:, None]
+        a *= against(e, rows(COLUMNS, j, B.D, j < N, B), PREC)
+        high = a.to(tz.dtype)
+        acc = summed(acc, tz, tl.trans(high), PREC)
+        if NORM and not BACK:  # rounded weights would change g_i . o_i, the same error in all P_ij of a query
+            total += tl.sum(a, 1)
+            acc = summed(acc, tz, tl.trans(a - high.to(tl.float32)), PREC)
+    if NORM and not BACK:
+        f = s / tl.where(live, total * s + eps, 1.0)
+    found = tl.trans(acc) * f[:, None]
+    put(at_head(out, outs, bh, H, 1, ALIGN), i, outs[1] * ALIGN, live, found, Z)
+    if F is not None and not BACK:
+        tl.store(F + at + i, f, mask=i < N)
+        put(O32 + at * Z.D, i, Z.D, i < N, found, Z)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def pair_key_grads(
+def pair_keys(
     q, k, v, g, E, COLUMNS, keep, scales, F, DELTA, dk, dv, PARTS, qs, ks, vs, gs, dks, dvs, N, H, BH, M, G, step,
-    scale, ALIGN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, MP: tl.constexpr,
-    PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    scale, ALIGN: tl.constexpr, D: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PREC: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of BK keys for one query head, and their part of dm in PARTS [H, B, tiles of keys, M, M]."""
     tile, bh = tl.program_id(0), tl.program_id(1)
@@ -161,17 +133,17 @@ def pair_key_grads(
     keep = keep_of(keep, bh, H, N)
     s = scale_of(scales, scale, bh, H)
     j, there = tokens_at(keep, tile * BK, N, BK)
-    y = rows(at_head(k, ks, bh, H, G, ALIGN), j, ks[1] * ALIGN, there, D, DP)
-    z = rows(at_head(v, vs, bh, H, G, ALIGN), j, vs[1] * ALIGN, there, DV, VP)
-    columns = rows(COLUMNS + (bh % H).to(tl.int64) * step, j, MP, j < N, MP, MP)
-    acc_k, acc_v = tl.zeros([DP, BK], tl.float32), tl.zeros([VP, BK], tl.float32)
-    acc_m = tl.zeros([MP, BK], tl.float32)
+    y = rows(at_head(k, ks, bh, H, G, ALIGN), j, ks[1] * ALIGN, there, D)
+    z = rows(at_head(v, vs, bh, H, G, ALIGN), j, vs[1] * ALIGN, there, V)
+    columns = rows(COLUMNS + (bh % H).to(tl.int64) * step, j, B.D, j < N, B)
+    acc_k, acc_v = tl.full([D.D1, BK], 0.0, tl.float32), tl.full([V.D1, BK], 0.0, tl.float32)
+    acc_m = tl.full([B.D, BK], 0.0, tl.float32)
     at = bh.to(tl.int64) * N
     for start in range(0, N, BQ):
         i, live = tokens_at(keep, start, N, BQ)
-        x = rows(q, i, qs[1] * ALIGN, live, D, DP)
-        tg = rows(g, i, gs[1] * ALIGN, live, DV, VP)
-        e = rows(E, i, MP, i < N, MP, MP)
+        x = rows(q, i, qs[1] * ALIGN, live, D)
+        tg = rows(g, i, gs[1] * ALIGN, live, V)
+        e = rows(E, i, B.D, i < N, B)
         f, delta = tl.full([BQ], 1.0, tl.float32) * s, tl.zeros([BQ], tl.float32)
         if F is not None:
             f = tl.load(F + at + i, mask=live, other=0.0)
@@ -181,11 +153,11 @@ def pair_key_grads(
         acc_m = summed(acc_m, e, score * p, PREC)
         acc_v = summed(acc_v, tg, score * w, PREC)
         acc_k = summed(acc_k, x, p * w * f[:, None], PREC)
-    put(at_head(dk, dks, bh, H, 1, ALIGN), j, dks[1] * ALIGN, there, tl.trans(acc_k), D, DP)
-    put(at_head(dv, dvs, bh, H, 1, ALIGN), j, dvs[1] * ALIGN, there, tl.trans(acc_v), DV, VP)
-    own, half = rows(E, j, MP, j < N, MP, MP), acc_m.to(E.dtype.element_ty)
-    part = summed(tl.zeros([MP, MP], tl.float32), own, tl.trans(half), PREC)  # [block of key, block of query]
+    put(at_head(dk, dks, bh, H, 1, ALIGN), j, dks[1] * ALIGN, there, tl.trans(acc_k), D)
+    put(at_head(dv, dvs, bh, H, 1, ALIGN), j, dvs[1] * ALIGN, there, tl.trans(acc_v), V)
+    own, half = rows(E, j, B.D, j < N, B), acc_m.to(E.dtype.element_ty)
+    part = summed(tl.full([B.D, B.D], 0.0, tl.float32), own, tl.trans(half), PREC)  # [block of key, block of query]
     part = summed(part, own, tl.trans(acc_m - half.to(tl.float32)), PREC)
-    a = tl.arange(0, MP)
+    a = tl.arange(0, B.D)
     PARTS += (((bh % H) * (BH // H) + bh // H).to(tl.int64) * tl.num_programs(0) + tile) * M * M
     tl.store(PARTS + a[None, :] * M + a[:, None], part, mask=(a < M)[:, None] & (a < M)[None, :])

@@ -11,9 +11,9 @@ from ...hla.fused.plan import PROGRAMS
 from ...hla.fused.spec import Widths, split_width
 
 Config = dict[str, int]
-# 16-bit tokens on an H200, by the columns of the wider tile: tokens per tile, warps, stages and, if limited, number of
-# programs that split the features of a head (1: no split) and registers per thread. _norm: with a ratio, _ratio: its
-# gradients, _two: features in two digits, products: two matrices per token; what has no entry is as without its ending
+# 16-bit tokens on an H200, by the columns of the wider tile: tokens per tile, warps, stages and, if limited, registers
+# per thread. _norm: with a ratio, _ratio: its gradients, _two: features in two digits, products: two matrices per
+# token; what has no entry is as without its ending
 TABLE: dict[int, dict[str, tuple[int, ...]]] = {
     64: {
         "reduce": (32, 4, 3),
@@ -45,10 +45,10 @@ TABLE: dict[int, dict[str, tuple[int, ...]]] = {
         "reduce_norm": (64, 4, 3),
         "reduce_ratio": (32, 4, 3),
         "reduce_two": (32, 4, 3),
-        "query": (64, 4, 3, 2),
-        "query_two": (64, 4, 2, 2),
+        "query": (64, 4, 3),
+        "query_two": (64, 4, 2),
         "read": (64, 8, 3),
-        "read_norm": (64, 4, 2, 1, 168),
+        "read_norm": (64, 4, 2, 168),
         "read_two": (64, 4, 1),
         "read_norm_two": (64, 8, 2),
         "rows": (64, 4, 2),
@@ -73,28 +73,16 @@ def tile(w: Widths, name: str) -> Config:
     table = TABLE[min(x for x in TABLE if w.wide <= x)]
     while name not in table:
         name = name.rpartition("_")[0]
-    bn, warps, stages, *more = table[name]
-    registers = {"maxnreg": more[1]} if len(more) > 1 else {}
-    return {"BN": bn, "num_warps": warps, "num_stages": stages, "SPLIT": more[0] if more else 1, **registers}
-
-
-def divided(w: Widths, config: Config, whole: bool) -> tuple[Widths, Config]:
-    """Return (widths of one program, tiles) of a pass whose programs split the features of a head. Features that are
-    needed as a `whole`, or are not a power of two, stay in one program with as many warps."""
-    split = config["SPLIT"]
-    if split > 1 and (whole or w.F.D != w.F.D1):
-        return w, {**config, "SPLIT": 1, "num_warps": min(8, config["num_warps"] * split)}
-    return w._replace(F=w.F._replace(D=w.F.D // split, D1=w.F.D1 // split)), config
+    bn, warps, stages, *registers = table[name]
+    limit = {"maxnreg": registers[0]} if registers else {}
+    return {"BN": bn, "num_warps": warps, "num_stages": stages, **limit}
 
 
 def reduce_config(w: Widths, dtype: torch.dtype, normalize: bool, ratio: bool, digits: int) -> Config:
     """Return the tiles of `reduce_moments`; digits: number of digits of the features in both operands."""
     if digits > 2 or dtype == torch.float32:
-        config = {"BN": 32, "num_warps": 8, "num_stages": 2, "SPLIT": 1}
-    else:
-        kind = "_two" if digits > 1 else "_ratio" if ratio else "_norm" if normalize else ""
-        config = tile(w, "reduce" + kind)
-    return config
+        return {"BN": 32, "num_warps": 8, "num_stages": 2}
+    return tile(w, "reduce" + ("_two" if digits > 1 else "_ratio" if ratio else "_norm" if normalize else ""))
 
 
 def rows_at_once(w: Widths, dtype: torch.dtype, config: Config) -> int:
@@ -108,11 +96,19 @@ def one_pass(w: Widths, normalize: bool, dtype: torch.dtype, digits: int) -> boo
     return not normalize or (w.wide <= 64 and dtype != torch.float32 and digits == 1)
 
 
-def query_config(w: Widths, dtype: torch.dtype, normalize: bool, digits: int) -> Config:
-    """Return the tiles of `query_grads`."""
+def query_config(
+    w: Widths, dtype: torch.dtype, normalize: bool, digits: int, whole: bool
+) -> tuple[Widths, Config]:  # fmt: skip
+    """Return (widths of one program, tiles) of `query_grads` in one pass. Two programs split wide features of a head,
+    unless they are needed as a `whole` or are not a power of two."""
     if dtype == torch.float32:
-        return {"BN": 32, "num_warps": 8, "num_stages": 1, "SPLIT": 1}
-    return tile(w, "query" + ("_two" if digits > 1 else "_norm" if normalize else ""))
+        return w, {"BN": 32, "num_warps": 8, "num_stages": 1, "SPLIT": 1}
+    config = {**tile(w, "query" + ("_two" if digits > 1 else "_norm" if normalize else "")), "SPLIT": 1}
+    if w.wide <= 80:
+        return w, config
+    if whole or w.F.D != w.F.D1:
+        return w, {**config, "num_warps": 8}
+    return w._replace(F=w.F._replace(D=w.F.D // 2, D1=w.F.D1 // 2)), {**config, "SPLIT": 2}
 
 
 def apply_config(w: Widths, dtype: torch.dtype, name: str, normalize: bool, digits: int) -> Config:
@@ -121,9 +117,7 @@ def apply_config(w: Widths, dtype: torch.dtype, name: str, normalize: bool, digi
         return {"BN": 32, "num_warps": 8, "num_stages": 1}
     norm = "_norm" if normalize and (name == "read" or (name == "key" and digits == 1)) else ""
     two = "_two" if name != "products" and digits > 1 else ""
-    config = tile(w, name + norm + two)
-    del config["SPLIT"]
-    return config
+    return tile(w, name + norm + two)
 
 
 def key_passes(w: Widths, digits: int) -> tuple[int, ...]:

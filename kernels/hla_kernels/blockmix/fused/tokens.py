@@ -9,12 +9,24 @@ import triton.language as tl
 from ...hla.fused.algebra import largest
 from ...hla.fused.loops.sums import add_sum, begin_sum
 from ...hla.fused.loops.vectors import as_row, column, times_vector
-from ...hla.fused.tiles import axpy2, cast4, load4, load_vec, power_of_two, rowdot, rowmul, scale4, zero_rows
+from ...hla.fused.tiles import (
+    add4,
+    axpy2,
+    cast4,
+    load4,
+    load_vec,
+    power_of_two,
+    rowdot,
+    rowmul,
+    scale4,
+    vecmat,
+    zero_rows,
+)
 from .geometry import tile
 
 NO_SPECIALIZE = [
-    "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "GEO", "N", "H", "BH", "M", "G", "GV", "HT", "chunk", "scale",
-    "eps",
+    "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "others", "GEO", "N", "H", "BH", "M", "G", "GK", "GV", "HT",
+    "chunk", "scale", "eps",
 ]  # fmt: skip
 
 
@@ -38,6 +50,33 @@ def load_operator(
     if DIGITS > 2:
         lowest = cast4(rest4(m, low), dtype)
     return (high, low, lowest), unit
+
+
+@triton.jit
+def load_left(ptr, dtype: tl.constexpr, BOTH: tl.constexpr, F: tl.constexpr):
+    """Return (left factor [F, F] in the dtype of the tokens, its unit), as `load_operator`; BOTH: with its transpose
+    added."""
+    m = load4(ptr, F, F, F.D, 1)
+    if BOTH:
+        m = add4(m, load4(ptr, F, F, 1, F.D), F, F)
+    unit = 1.0
+    if dtype == tl.float16:
+        unit = power_of_two(largest(m, F, F))
+        m = scale4(m, 1.0 / unit)
+    return cast4(m, dtype), unit
+
+
+@triton.jit
+def anchored_row(vector, anchor, w, unit, DIGITS: tl.constexpr, ANCHOR: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
+    """Return dx - a dX' for the vectors at pointers and a `load_operator` w = dX' in its unit."""
+    row = load_vec(vector, F)
+    if ANCHOR:
+        a = load_vec(anchor, V)
+        back = vecmat(a, w[0], V, F)
+        if DIGITS > 1:
+            back = axpy2(back, 1.0, vecmat(a, w[1], V, F), F)
+        row = axpy2(row, -unit, back, F)
+    return row
 
 
 @triton.jit

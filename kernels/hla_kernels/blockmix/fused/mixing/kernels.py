@@ -44,50 +44,22 @@ def load_columns(x, c, M, step, K0: tl.constexpr, K: tl.constexpr, C: tl.constex
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def mix(
-    m, x, out, BH, H, M, chunk, C: tl.constexpr, TILES: tl.constexpr, PER_HEAD: tl.constexpr, MP: tl.constexpr,
-    BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute out_i = Sum_b m_ib x_b for BM rows i and `chunk` consecutive tiles of columns of one head; m stays in
-    registers."""
-    pid = tl.program_id(0)
-    row = pid % TILES  # neighbouring programs read the same columns
-    bh = (pid // TILES) % BH
-    part = pid // (TILES * BH)
-    if PER_HEAD:
-        m += (bh % H) * 2 * MP * MP
-    h1 = load_mixing(m, row, BM, MP, 0, K1)
-    l1 = load_mixing(m + MP * MP, row, BM, MP, 0, K1)
-    if K2 > 0:
-        h2 = load_mixing(m, row, BM, MP, K1, K2)
-        l2 = load_mixing(m + MP * MP, row, BM, MP, K1, K2)
-    step = BH.to(tl.int64) * C
-    x += bh.to(tl.int64) * C
-    i = row * BM + tl.arange(0, BM)
-    out += bh.to(tl.int64) * C + i[:, None] * step
-    for t in tl.range(part * chunk, tl.minimum((part + 1) * chunk, tl.cdiv(C, BC)), num_stages=STAGES):
-        c = t * BC + tl.arange(0, BC)
-        x1 = load_columns(x, c, M, step, 0, K1, C)
-        acc = tl.dot(h1, x1)
-        acc = tl.dot(l1, x1, acc)
-        if K2 > 0:
-            x2 = load_columns(x, c, M, step, K1, K2, C)
-            acc = tl.dot(h2, x2, acc)
-            acc = tl.dot(l2, x2, acc)
-        tl.store(out + c[None, :], acc.to(out.dtype.element_ty), mask=(i < M)[:, None] & (c < C)[None, :])
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def mix_back(
-    m, dx, x, out, grads, BH, B, H, M, PARTS, chunk, step, first, C: tl.constexpr, TILES: tl.constexpr,
+    m, x, other, out, grads, BH, B, H, M, PARTS, chunk, step, first, C: tl.constexpr, TILES: tl.constexpr,
     PER_HEAD: tl.constexpr, MP: tl.constexpr, BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute `mix` of dx~ by the padded m', and partial sums of dm_ib = Sum dx~_i x_b for BM columns b in the layout
-    of `mixing_grads`; dx~ is read once."""
+    """Compute out_i = Sum_b m_ib x_b for BM rows i and `chunk` consecutive tiles of columns of one head; m stays in
+    registers. Unless `other` is None (m is then the transposed matrix), also partial sums of dm_bi = Sum x_b other_i in
+    the layout of `mixing_grads`; x is read once."""
+    BACK: tl.constexpr = other is not None
     pid = tl.program_id(0)
-    row = pid % TILES
-    part = (pid // TILES) % PARTS
-    bh = pid // (TILES * PARTS)
+    row = pid % TILES  # neighbouring programs read the same columns
+    if BACK:
+        part = (pid // TILES) % PARTS
+        bh = pid // (TILES * PARTS)
+    else:
+        bh = (pid // TILES) % BH
+        part = pid // (TILES * BH)
     if PER_HEAD:
         m += (bh % H) * 2 * MP * MP
     h1 = load_mixing(m, row, BM, MP, 0, K1)
@@ -98,28 +70,33 @@ def mix_back(
         l2 = load_mixing(m + MP * MP, row, BM, MP, K1, K2)
         g2 = tl.zeros([BM, K2], tl.float32)
     head = BH.to(tl.int64) * C
-    dx += bh.to(tl.int64) * C
-    b = row * BM + tl.arange(0, BM)
-    x += bh.to(tl.int64) * C + b[:, None] * head
-    out += bh.to(tl.int64) * C + b[:, None] * head
+    x += bh.to(tl.int64) * C
+    i = row * BM + tl.arange(0, BM)
+    out += bh.to(tl.int64) * C + i[:, None] * head
+    if BACK:
+        other += bh.to(tl.int64) * C + i[:, None] * head
     for t in tl.range(part * chunk, tl.minimum((part + 1) * chunk, tl.cdiv(C, BC)), num_stages=STAGES):
         c = t * BC + tl.arange(0, BC)
-        inside = (b < M)[:, None] & (c < C)[None, :]
-        y = tl.load(x + c[None, :], mask=inside, other=0.0)
-        d1 = load_columns(dx, c, M, head, 0, K1, C)
-        acc = tl.dot(h1, d1)
-        acc = tl.dot(l1, d1, acc)
-        g1 = tl.dot(y, tl.trans(d1), g1)
+        inside = (i < M)[:, None] & (c < C)[None, :]
+        if BACK:
+            y = tl.load(other + c[None, :], mask=inside, other=0.0)
+        x1 = load_columns(x, c, M, head, 0, K1, C)
+        acc = tl.dot(h1, x1)
+        acc = tl.dot(l1, x1, acc)
+        if BACK:
+            g1 = tl.dot(y, tl.trans(x1), g1)
         if K2 > 0:
-            d2 = load_columns(dx, c, M, head, K1, K2, C)
-            acc = tl.dot(h2, d2, acc)
-            acc = tl.dot(l2, d2, acc)
-            g2 = tl.dot(y, tl.trans(d2), g2)
+            x2 = load_columns(x, c, M, head, K1, K2, C)
+            acc = tl.dot(h2, x2, acc)
+            acc = tl.dot(l2, x2, acc)
+            if BACK:
+                g2 = tl.dot(y, tl.trans(x2), g2)
         tl.store(out + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    grads += (((bh % H) * B + bh // H).to(tl.int64) * step + first + part) * M * M
-    store_columns(grads, g1, b, M, 0, K1)
-    if K2 > 0:
-        store_columns(grads, g2, b, M, K1, K2)
+    if BACK:
+        grads += (((bh % H) * B + bh // H).to(tl.int64) * step + first + part) * M * M
+        store_columns(grads, g1, i, M, 0, K1)
+        if K2 > 0:
+            store_columns(grads, g2, i, M, K1, K2)
 
 
 @triton.jit

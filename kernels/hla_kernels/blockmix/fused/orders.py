@@ -8,8 +8,8 @@ the rounded part would cancel in dq. do is then replaced by do - dO a.
 import triton
 import triton.language as tl
 
-from ....hla.fused.middle import plus_rank1, put_rows, rows_of, times, vec
-from ....hla.fused.tiles import axpy2, load4, load_vec, store_vec, vecmat
+from ...hla.fused.middle import plus_rank1, put_rows, rows_of, times, vec
+from ...hla.fused.tiles import axpy2, load4, load_vec, store_vec, vecmat
 
 
 @triton.jit
