@@ -38,10 +38,10 @@ class Layout(NamedTuple):
         """Number of tokens of the largest block."""
         return max(self.prefix, math.prod(-(-length // m) for length, m in zip(self.grid, self.blocks, strict=True)))
 
-    def starts(self, axis: int) -> list[int]:
-        """Return the first positions of the blocks along an axis, and the length of the axis."""
-        length, m = self.grid[axis], self.blocks[axis]
-        return [i * length // m for i in range(m + 1)]
+    def runs(self) -> list[int]:
+        """Return the first token of each block, for blocks that are contiguous, and the number of tokens."""
+        length, m, row = self.grid[0], self.blocks[0], math.prod(self.grid[1:])
+        return [0] * (self.prefix > 0) + [self.prefix + row * (i * length // m) for i in range(m + 1)]
 
 
 def block_of(position: int | Tensor, length: int, m: int) -> int | Tensor:

@@ -30,7 +30,7 @@ SCHEMA = (  # of arguments behind the tokens
 )
 
 
-def _options(order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int, *others: Any) -> BlockOptions:
+def options_of(order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int, *others: Any) -> BlockOptions:
     return BlockOptions(Layout(tuple(grid), tuple(blocks), prefix), order, *others)
 
 
@@ -44,31 +44,22 @@ def _rotary(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor] | N
     return None if cos is None or sin is None else (cos, sin)
 
 
-def _saved(
-    q: Tensor, k: Tensor, v: Tensor, options: BlockOptions, impl: str, save: bool, turned: bool
-) -> Tensor:  # fmt: skip
-    """Return an uninitialised `saved` of the size that the forward returns."""
-    length = fused.saved_floats(q, k, v, options, turned) if save and impl == "triton" else 0
-    return q.new_empty((length,), dtype=torch.float32)
-
-
 def _forward(
     tokens: Sequence[Tensor], mixing: Tensor, mask: Tensor | None, cos: Tensor | None, sin: Tensor | None, *flags: Any
 ) -> tuple[Tensor, Tensor]:
     *given, impl, save = flags
-    first, rotary, options = tokens[0], _rotary(cos, sin), _options(*given)
+    first, rotary, options = tokens[0], _rotary(cos, sin), options_of(*given)
     if not in_triton(impl, first):
         q, k, v = parts(tokens)
         with no_autocast(first):
-            return evaluate(q, k, v, mixing, options, mask, rotary), _saved(q, k, v, options, impl, False, False)
+            return evaluate(q, k, v, mixing, options, mask, rotary), q.new_empty((0,), dtype=torch.float32)
 
     def work() -> tuple[Tensor, ...]:
         q, k, v = parts(tokens)
         return fused.forward(q, k, v, mixing, options, mask, rotary, save)
 
     with torch.cuda.device_of(first):
-        inputs = (*tokens, mixing, mask, cos, sin)
-        o, saved = repeated(("mhla", options, save), inputs, work)
+        o, saved = repeated(("mhla", options, save), (*tokens, mixing, mask, cos, sin), work)
         return o, saved
 
 
@@ -78,29 +69,21 @@ def _backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of `tokens` and of the mixing matrix."""
     *given, impl = flags
-    first, rotary, options = tokens[0], _rotary(cos, sin), _options(*given)
+    first, rotary, options = tokens[0], _rotary(cos, sin), options_of(*given)
     if not in_triton(impl, first):
         q, k, v = parts(tokens)
         with no_autocast(first):
             *grads, dm = gradient(grad, q, k, v, mixing, options, mask, rotary)
         return (*(grads if len(tokens) == 3 else (torch.stack(grads, 2),)), dm)
 
+    def work() -> tuple[Tensor, ...]:
+        q, k, v = parts(tokens)
+        grads = [room(x, mask) for x in tokens]
+        dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
+        return (*grads, fused.backward(grad, q, k, v, mixing, options, mask, rotary, (dq, dk, dv), saved))
+
     with torch.cuda.device_of(first):
-        return repeated(
-            ("mhla backward", options), (*tokens, grad, saved, mixing, mask, cos, sin),
-            lambda: _written(grad, saved, tokens, mixing, mask, rotary, options),
-        )  # fmt: skip
-
-
-def _written(
-    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], mixing: Tensor, mask: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | None, options: BlockOptions,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return new gradients of `tokens` and of the mixing matrix, computed by the Triton form."""
-    q, k, v = parts(tokens)
-    grads = [room(x, mask) for x in tokens]
-    dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
-    return (*grads, fused.backward(grad, q, k, v, mixing, options, mask, rotary, (dq, dk, dv), saved))
+        return repeated(("mhla backward", options), (*tokens, grad, saved, mixing, mask, cos, sin), work)
 
 
 def _outputs(
@@ -108,7 +91,9 @@ def _outputs(
 ) -> tuple[Tensor, Tensor]:
     *given, impl, save = flags
     q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
-    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, k, v, _options(*given), impl, save, cos is not None)
+    kept = save and impl == "triton"
+    length = fused.saved_floats(q, k, v, options_of(*given), cos is not None) if kept else 0
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((length,), dtype=torch.float32)
 
 
 def _mixing_grad(tokens: Sequence[Tensor], mixing: Tensor, *_: Any) -> Tensor:

@@ -20,6 +20,7 @@ from ..hla.reference import phi
 from ..sequences import real
 from .layout import block_table
 from .options import BlockOptions
+from .torch_form import scale_of
 
 
 def reference(
@@ -59,19 +60,10 @@ def weights(q: Tensor, k: Tensor, mixing: Tensor, options: BlockOptions, mask: T
         seen = position[:, None] >= position
         m, a = m * seen, a * seen
     s = scale_of(options, n, mask, a)
+    s = s[:, 0, 0] if isinstance(s, Tensor) else s  # [B, 1, 1, 1]
     if options.order == "la":
         return s * m * a
     return s * s * m * ((m * a) @ (a if options.order == "ahla" else a.mT))
-
-
-def scale_of(options: BlockOptions, n: int, mask: Tensor | None, like: Tensor) -> float | Tensor:
-    """Return s times q_scale; s is the given scale, or 1 if causal, or M / N, N the real tokens of each sequence."""
-    if options.scale is not None:
-        return options.scale * options.q_scale
-    if options.causal:
-        return options.q_scale
-    total = n if mask is None else mask.sum(1).clamp(min=1).to(like.dtype)[:, None, None, None]
-    return options.q_scale * options.layout.n_blocks / total
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, half: bool) -> Tensor:

@@ -97,13 +97,9 @@ def _shapes(state: BlockState, q: Tensor, k: Tensor, v: Tensor) -> dict[str, tup
 
 
 def _starts(options: BlockOptions) -> list[int]:
-    """Return the first token of each block, for blocks that are contiguous, and the number of tokens; for frames the
-    grid and the blocks of a frame."""
+    """Return `Layout.runs`; for frames the grid and the blocks of a frame."""
     layout = options.layout
-    if options.causal == "frame":
-        return [*layout.grid[1:], *layout.blocks, 0]
-    row = (layout.n_tokens - layout.prefix) // layout.grid[0]
-    return [0] * (layout.prefix > 0) + [layout.prefix + row * start for start in layout.starts(0)]
+    return [*layout.grid[1:], *layout.blocks, 0] if options.causal == "frame" else layout.runs()
 
 
 def stream(

@@ -20,7 +20,7 @@ from ..options import compute_dtype
 from ..sequences import counts
 from . import causal
 from .causal import mix
-from .layout import Layout, block_slots
+from .layout import block_slots
 from .options import BlockOptions
 
 
@@ -149,7 +149,7 @@ class Blocks:
     def __init__(self, options: BlockOptions, q: Tensor) -> None:
         tokens, places = block_slots(options.layout, q.device)
         self.n = q.shape[-2]
-        self.count = used_blocks(options.layout, self.n) if options.causal else len(tokens)
+        self.count = sum(x < self.n for x in options.layout.runs()[:-1]) if options.causal else len(tokens)
         self.tokens, self.places = tokens[: self.count].clamp(max=self.n), places[: self.n]
 
     def cut(self, x: Tensor) -> Tensor:
@@ -181,10 +181,3 @@ def block_moments(q: Tensor, k: Tensor, v: Tensor, s: float | Tensor, order: str
 def product(q: Tensor, mixed: Sequence[Tensor]) -> Tensor:
     """Return q times one or two mixed moments of its block."""
     return q @ (mixed[0] if len(mixed) == 1 else mixed[0] @ mixed[1])
-
-
-def used_blocks(layout: Layout, n: int) -> int:
-    """Return the number of contiguous blocks that contain the first n tokens."""
-    starts = [0] * (layout.prefix > 0) + [layout.prefix + s * (layout.n_tokens - layout.prefix) // layout.grid[0]
-                                          for s in layout.starts(0)[:-1]]  # fmt: skip
-    return sum(start < n for start in starts)

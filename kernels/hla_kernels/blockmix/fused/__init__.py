@@ -4,9 +4,9 @@
     backward  (operators) -> d operator, dq -> dX~ -> dX = m' dX~, d mixing -> dk, dv
 
 Reading order: spec (what it runs, buffers), geometry (tokens of a block), tokens (vocabulary), features (rotary tables,
-digits), reduce, mixing, apply, orders (`ahla`, `hla2`), pairs (few tokens, without moments), plan (the static table),
-launch. Tiles are shared with `hla.fused`. The first call imports Triton. relu, elu1 and softmax are evaluated before
-the kernels (`features.mapped`).
+digits), reduce, mixing, apply, orders (products of moments), pairs (few tokens, without moments), plan (the static
+table), launch. Tiles are shared with `hla.fused`. The first call imports Triton. relu, elu1 and softmax are evaluated
+before the kernels (`features.mapped`).
 
 Rounded to the dtype of the tokens: local and mixed moments of first order (exceptions in `spec.moments_dtype`),
 features, operators (but not those that give gradients of softmax features), outputs, and the weights and the mixing

@@ -1,4 +1,6 @@
-"""D x D algebra of one block and head: the operator and the gradients of its factors, by rows.
+"""D x D algebra of one block and head of a higher order: the operator and the gradients of its factors, by rows.
+
+    ahla  O = R~ P~    hla2  O = S~ C~    stored transposed: P', C' and O' [V, F], left factors R' and S [F, F]
 
 With T the left factor, X the right one and x its column of ones: O' = X'T', o = T x; dX' = dO'T, dx = T'do,
 dT' = X dO' + x do'. For a ratio, O - o a' is stored, with the shift a of its block: O is close to rank one, o a', and

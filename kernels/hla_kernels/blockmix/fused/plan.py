@@ -138,7 +138,7 @@ def mix_rows(m: int, dtype: torch.dtype) -> int:
 
 
 def mix_config(m: int, dtype: torch.dtype, back: bool = False) -> Config:
-    """Return the tiles of `mix` (back: of `mix_back`), or of `mix_long`, which have BK."""
+    """Return the tiles of `mix` (back: that sums gradients too), or of `mix_long`, which have BK."""
     k1, k2 = split_width(m)
     rows = mix_rows(m, dtype)
     if dtype == torch.float32 or m > 256:
@@ -154,15 +154,6 @@ def product_grid(w: Widths, rows: int, programs: int) -> tuple[int, Config]:
     return programs * -(-rows // br), {"BR": br, "num_warps": 8 if w.wide > 64 else 4, "num_stages": 1}
 
 
-def mix_parts(heads: int, tiles: int, columns: int, config: Config, back: bool = False) -> tuple[int, int]:
-    """Return (parts, tiles of columns per part) of `mix`: four programs per multiprocessor; two for `mix_back` with its
-    largest tiles, where each program stores a large gradient of the mixing matrix."""
-    whole, few = -(-columns // config["BC"]), back and config["BM"] > 64
-    parts = max(1, min(whole, round((1 if few else 2) * PROGRAMS / (heads * tiles))))
-    chunk = -(-whole // parts)
-    return -(-whole // chunk), chunk
-
-
 def grads_config(m: int, dtype: torch.dtype) -> Config:
     """Return the tiles of `mixing_grads`."""
     if m > 64 and dtype != torch.float32:
@@ -173,30 +164,36 @@ def grads_config(m: int, dtype: torch.dtype) -> Config:
     return {"BM": bm, "BC": columns, "num_warps": 4 if bm > 16 else 2, "num_stages": 3}
 
 
+def cut(whole: int, parts: int, unit: int = 1) -> tuple[int, int]:
+    """Return (parts, size of a part) of `whole` cut into at most so many parts of whole units."""
+    chunk = -(-whole // (parts * unit)) * unit
+    return -(-whole // chunk), chunk
+
+
 def reduce_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
     """Return (parts, tokens per part) of a pass whose parts are added afterwards: enough programs to fill the GPU."""
-    parts = max(1, min(-(-widest // 256), PROGRAMS // programs))
-    chunk = -(-widest // (parts * bn)) * bn
-    return -(-widest // chunk), chunk
+    return cut(widest, max(1, min(-(-widest // 256), PROGRAMS // programs)), bn)
 
 
 def anchor_parts(n: int, heads: int, bn: int) -> tuple[int, int]:
     """Return (parts, tokens per part) of the mean of v: a thousand tokens, or fewer to fill the GPU."""
-    parts = max(-(-n // 1024), min(-(-n // 256), -(-2 * PROGRAMS // heads)))
-    chunk = -(-n // (parts * bn)) * bn
-    return -(-n // chunk), chunk
+    return cut(n, max(-(-n // 1024), min(-(-n // 256), -(-2 * PROGRAMS // heads))), bn)
 
 
 def apply_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
     """Return (parts, tokens per part) of a pass that only writes: up to 8 tiles per program if the GPU is full."""
-    tiles = max(1, min(8, programs * -(-widest // bn) // (4 * PROGRAMS)))
-    chunk = tiles * bn
+    chunk = bn * max(1, min(8, programs * -(-widest // bn) // (4 * PROGRAMS)))
     return -(-widest // chunk), chunk
+
+
+def mix_parts(heads: int, tiles: int, columns: int, config: Config, back: bool = False) -> tuple[int, int]:
+    """Return (parts, tiles of columns per part) of `mix`: four programs per multiprocessor; two if it sums gradients
+    with its largest tiles, where each program stores a large gradient of the mixing matrix."""
+    whole, few = -(-columns // config["BC"]), back and config["BM"] > 64
+    return cut(whole, max(1, min(whole, round((1 if few else 2) * PROGRAMS / (heads * tiles)))))
 
 
 def column_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
     """Return (parts, tiles of columns per part) of the sums of `mixing_grads`."""
     whole = -(-columns // bc)
-    parts = max(1, min(-(-whole // 4), round(2 * PROGRAMS / (heads * tiles))))
-    chunk = -(-whole // parts)
-    return -(-whole // chunk), chunk
+    return cut(whole, max(1, min(-(-whole // 4), round(2 * PROGRAMS / (heads * tiles)))))
