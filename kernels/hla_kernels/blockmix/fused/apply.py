@@ -149,61 +149,64 @@ def query_grads(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def key_grads(
-    q, k, v, dk, dv, keep, scales, anchor, cos, sin, right, vector, left, qs, ks, vs, dks, dvs, GEO, N, H, BH, M, G, HT,
-    chunk, scale, ORDER: tl.constexpr, PART: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
+def token_grads(
+    x, y, v, dx, dv, keep, scales, anchor, cos, sin, right, vector, left, xs, ys, vs, dxs, dvs, GEO, N, H, BH, M, G, HT,
+    chunk, scale, GX, GY, BOTH: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
     ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FINE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv from the gradients of the moments of the key's block, with rotated phi and dX.
+    """Compute dx = s (x L' + v R' (NORM: + r - anchor R')) and dv = s y R from the gradients of the moments of a block,
+    L' = `left`, R' = `right` and r = `vector`, with rotated features x and y. What is None is left out.
 
-        la    dk = s (v dP' (NORM: + dz - anchor dP'))              dv = s k dP
-        ahla  dk = s (q dR' + v dP' (NORM: + dz - anchor dP'))      dv = s k dP
-        hla2  dk = s k (dS + dS')                                   dv = s q dC
+        la    y = k          R, r = dP, dz    dx = dk
+        ahla  x = q, y = k   L = dR           dx = dk
+        hla2  x = k, y = q   R = dC           dx = dk   BOTH: L = dS + dS', without v
 
-    PART 0: both, 1: dv, 2: dk. FINE: dk from dP in two digits.
+    GX, GY heads share x, y. FINE: dx from R in two digits.
     """
     bh, at, b, lo, hi = work(GEO, BH, M, chunk)
     keep = keep_of(keep, bh, H, N)
-    q = at_head(q, qs, bh, H, 1, ALIGN)
-    k = at_head(k, ks, bh, H, G, ALIGN)
-    v = at_head(v, vs, bh, H, G, ALIGN)
-    dk = at_head(dk, dks, bh, H, 1, ALIGN)
-    dv = at_head(dv, dvs, bh, H, 1, ALIGN)
-    angles = angles_at(cos, sin, bh, H, HT, 0, F.D)
-    dtype: tl.constexpr = k.dtype.element_ty
+    dtype: tl.constexpr = y.dtype.element_ty
     DIGITS: tl.constexpr = digits(dtype, TURN > 0, False)
     OF_P: tl.constexpr = digits(dtype, FINE, False)
     s = scale_of(scales, scale, bh, H)
+    y = at_head(y, ys, bh, H, GY, ALIGN)
     w, unit = load_operator(right + at * F.D * V.D, dtype, OF_P, F, V)
-    if ORDER != "la":
-        y, y_unit = load_left(left + at * F.D * F.D, dtype, ORDER == "hla2", F)
-    if NORM and ORDER != "hla2":
-        row = anchored_row(vector + at * F.D, anchor + bh * V.D, w, unit, OF_P, TURN == 0, F, V)
+    if x is not None:
+        x = at_head(x, xs, bh, H, GX, ALIGN)
+        m, m_unit = load_left(left + at * F.D * F.D, dtype, BOTH, F)
+    if v is not None:
+        v = at_head(v, vs, bh, H, G, ALIGN)
+        if NORM:
+            row = anchored_row(vector + at * F.D, anchor + bh * V.D, w, unit, OF_P, TURN == 0, F, V)
+    if dx is not None:
+        dx = at_head(dx, dxs, bh, H, 1, ALIGN)
+    if dv is not None:
+        dv = at_head(dv, dvs, bh, H, 1, ALIGN)
+    angles = angles_at(cos, sin, bh, H, HT, 0, F.D)
     for start in range(lo, hi, BN):
         tokens, live = tile(start, hi, b, keep, BN)
-        if ORDER == "la":
+        if x is None:
             tv = load_rows(v, tokens, vs[1] * ALIGN, live, V, False)
         else:
-            tq = load_rows(q, tokens, qs[1] * ALIGN, live, F, False)
-            tq = turn(tq, angles, tokens, live, HT, False, TURN, F)
-        tk = load_rows(k, tokens, ks[1] * ALIGN, live, F, False)
-        tk = turn(tk, angles, tokens, live, HT, False, TURN, F)
-        if PART != 2:
-            gv = add_rows(zero_rows(BN, V), tq if ORDER == "hla2" else tk, trans4(w[0]), dtype, DIGITS, F, V, PREC)
+            tx = load_rows(x, tokens, xs[1] * ALIGN, live, F, False)
+            tx = turn(tx, angles, tokens, live, HT, False, TURN, F)
+        if dv is not None:
+            ty = load_rows(y, tokens, ys[1] * ALIGN, live, F, False)
+            ty = turn(ty, angles, tokens, live, HT, False, TURN, F)
+            gv = add_rows(zero_rows(BN, V), ty, trans4(w[0]), dtype, DIGITS, F, V, PREC)
             store_rows(dv, tokens, dvs[1] * ALIGN, live, times(gv, s * unit, V), V)
-        if PART != 1:
-            if ORDER != "la":
-                gk = add_rows(zero_rows(BN, F), tk if ORDER == "hla2" else tq, y, dtype, DIGITS, F, F, PREC)
-                gk = times(gk, s * y_unit, F)
-            if ORDER == "la":
-                gk = times(by_operator(tv, w, OF_P, V, F, PREC), s * unit, F)
-            elif ORDER == "ahla":
-                tv = load_rows(v, tokens, vs[1] * ALIGN, live, V, False)
-                gk = axpy2(gk, 1.0, times(by_operator(tv, w, OF_P, V, F, PREC), s * unit, F), F)
-            gk = turn(gk, angles, tokens, live, HT, True, TURN, F)
-            if NORM and ORDER != "hla2":
-                gk = axpy2(gk, s, as_row(row), F)
-            store_rows(dk, tokens, dks[1] * ALIGN, live, gk, F)
+        if dx is not None:
+            if x is not None:
+                g = times(add_rows(zero_rows(BN, F), tx, m, dtype, DIGITS, F, F, PREC), s * m_unit, F)
+                if v is not None:
+                    tv = load_rows(v, tokens, vs[1] * ALIGN, live, V, False)
+                    g = axpy2(g, 1.0, times(by_operator(tv, w, OF_P, V, F, PREC), s * unit, F), F)
+            else:
+                g = times(by_operator(tv, w, OF_P, V, F, PREC), s * unit, F)
+            g = turn(g, angles, tokens, live, HT, True, TURN, F)
+            if NORM and v is not None:
+                g = axpy2(g, s, as_row(row), F)
+            store_rows(dx, tokens, dxs[1] * ALIGN, live, g, F)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)

@@ -13,7 +13,7 @@ from ...hla.fused.launch import group_sum
 from ...hla.fused.spec import Widths, alignment, strides
 from ..options import BlockOptions
 from . import plan
-from .apply import key_grads, query_grads, query_products, read_out
+from .apply import query_grads, query_products, read_out, token_grads
 from .mixing import add, mixed, mixed_back
 from .orders import left_grads, operators, right_grads
 from .reduce import reduce_moments, sum_values
@@ -84,18 +84,19 @@ class Call:
         return {**self.flags, **self.w._asdict(), "PREC": self.prec}
 
     def write_rows(
-        self, kernel: Any, name: str, pointers: Sequence[Tensor | None], rows: Sequence[Tensor], last: float,
+        self, kernel: Any, name: str, pointers: Sequence[Tensor | None], rows: Sequence[Tensor | None], last: tuple,
         **flags: Any,
     ) -> None:  # fmt: skip
         """Launch a pass over the tokens that writes rows with the tiles of `name`. rows: the tensors whose strides it
-        takes; last: its last number."""
+        takes; last: its last numbers."""
         digits = self.digits if name == "read" else max(self.digits, 1 + self.fine)  # of features or operators
         config = plan.apply_config(self.w, self.q.dtype, name, self.o.normalize, digits)
         parts, chunk = plan.apply_parts(self.programs, self.o.layout.widest, config["BN"])
-        a = alignment(*rows)
+        a = alignment(*(x for x in rows if x is not None))
+        steps = [(1, 1, 1) if x is None else strides(x, a) for x in rows]
         launch(
-            kernel, self.programs * parts, *pointers, *(strides(x, a) for x in rows), *self.sizes(), chunk, last,
-            ALIGN=a, **self.token_flags(), **flags, **config,
+            kernel, self.programs * parts, *pointers, *steps, *self.sizes(), chunk, *last, ALIGN=a,
+            **self.token_flags(), **flags, **config,
         )  # fmt: skip
 
     def sum_rows(
@@ -213,7 +214,7 @@ def mixed_call(call: Call, out: Tensor, saved: Saved) -> None:
     mixed(call, saved.local, saved.mixed)
     y = operator_of(call, saved.mixed)
     given = (call.q, out, saved.inverses, call.keep, saved.anchor, y.shift, *call.angles, y.matrix, y.vector)
-    call.write_rows(read_out, "read", given, (call.q, out), call.o.eps)
+    call.write_rows(read_out, "read", given, (call.q, out), (call.o.eps,))
 
 
 class Operator(NamedTuple):
@@ -267,12 +268,13 @@ def token_grads_call(
     if order != "la":
         other = call.v if order == "hla2" else call.k
         given = (g, other, outs[0], saved.inverses, totals, *shared, y.matrix, y.vector, *dx)
-        call.write_rows(query_products, "products", given, (g, other, outs[0]), call.scale, ORDER=order)
-    rows = (call.q, call.k, call.v, dk, dv)
-    name, parts = ("key", (0,)) if order == "la" else ("products", plan.key_passes(call.w, call.digits))
-    for part in parts:
-        given, flags = (*rows, *shared, *dx), {"ORDER": order, "PART": part, "FINE": call.fine}
-        call.write_rows(key_grads, name, given, rows, call.scale, **flags)
+        call.write_rows(query_products, "products", given, (g, other, outs[0]), (call.scale,), ORDER=order)
+    q, k, v, n = call.q, call.k, call.v, call.group
+    sources = {"la": (None, k, v, 1, n), "ahla": (q, k, v, 1, n), "hla2": (k, q, None, n, 1)}
+    for to in ((None, dv), (dk, None)) if order != "la" and plan.apart(call.w, call.digits) else ((dk, dv),):
+        rows, last = (*sources[order][:3], *to), (call.scale, *sources[order][3:])
+        name, flags = "key" if order == "la" else "products", {"BOTH": order == "hla2", "FINE": call.fine}
+        call.write_rows(token_grads, name, (*rows, *shared, *dx), rows, last, **flags)
     sum_heads(call, (dk, dv), outs)
     return dm
 
@@ -310,6 +312,6 @@ def query_call(call: Call, g: Tensor, to: Tensor, y: Operator, saved: Saved, dy:
         totals = call.buffer(call.bh, call.n)
         ratio = (saved.inverses, totals)
         given = (call.q, g, dq, *ratio, *moments, None, None)
-        call.write_rows(query_grads, "rows", given, rows, call.o.eps, FINE=call.fine, SPLIT=1)
+        call.write_rows(query_grads, "rows", given, rows, (call.o.eps,), FINE=call.fine, SPLIT=1)
     sum_over(call, Source(call.q, 1, g, 1, ratio=ratio), None, dy[:2], False)
     return totals

@@ -120,9 +120,9 @@ def apply_config(w: Widths, dtype: torch.dtype, name: str, normalize: bool, digi
     return tile(w, name + norm + two)
 
 
-def key_passes(w: Widths, digits: int) -> tuple[int, ...]:
-    """Return the PARTs of `key_products`: dv and dk in one pass, or in two if their operands do not fit."""
-    return (1, 2) if w.wide > 64 and digits > 1 else (0,)
+def apart(w: Widths, digits: int) -> bool:
+    """Whether dk and dv of a higher order take a pass each, because their operands do not fit together."""
+    return w.wide > 64 and digits > 1
 
 
 def padded(m: int) -> int:

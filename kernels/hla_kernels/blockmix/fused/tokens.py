@@ -25,8 +25,8 @@ from ...hla.fused.tiles import (
 from .geometry import tile
 
 NO_SPECIALIZE = [
-    "qs", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "others", "GEO", "N", "H", "BH", "M", "G", "GK", "GV", "HT",
-    "chunk", "scale", "eps",
+    "qs", "ks", "vs", "xs", "ys", "os", "gs", "dqs", "dxs", "dvs", "others", "GEO", "N", "H", "BH", "M", "G", "GK",
+    "GV", "GX", "GY", "HT", "chunk", "scale", "eps",
 ]  # fmt: skip
 
 
