@@ -138,7 +138,7 @@ def test_more_blocks_than_a_tile(monkeypatch):
 
 @pytest.mark.parametrize(("blocks", "options"), [(7, {}), (40, BARE)], ids=str)
 def test_moments_as_wide_as_tokens(monkeypatch, blocks, options):
-    """As of bfloat16 tokens, of which float16 stands in for the rounded moments: `mix` and `mix_back`."""
+    """As of bfloat16 tokens, of which float16 stands in for the rounded moments: `mix`."""
     for module in (fused, launch):
         monkeypatch.setattr(module, "moments_dtype", lambda *a: HALF)
     o = options_of((40,), (blocks,), 0, **options)
