@@ -31,6 +31,7 @@ SCHEMA = (  # of arguments behind the tokens
 
 
 def options_of(order: str, grid: Sequence[int], blocks: Sequence[int], prefix: int, *others: Any) -> BlockOptions:
+    """Return the options from the arguments of the operator, the inverse of `flat`."""
     return BlockOptions(Layout(tuple(grid), tuple(blocks), prefix), order, *others)
 
 

@@ -1,4 +1,4 @@
-"""D x D algebra of one block and head of a higher order: the operator and the gradients of its factors, by rows.
+"""D x D algebra of higher orders: the operator of a block and the gradients of its factors, by rows.
 
     ahla  O = R~ P~    hla2  O = S~ C~    stored transposed: P', C' and O' [V, F], left factors R' and S [F, F]
 
