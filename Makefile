@@ -8,7 +8,8 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 
 
 .PHONY: test test-kernels demo docs campaign lint types pytest clean
 
-test: lint types pytest
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 3 lint types pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
