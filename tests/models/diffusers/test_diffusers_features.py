@@ -13,9 +13,18 @@ import zoo
 from tests.helpers.tiny_diffusers import CASES, cast, close, converted, gradients, host, inputs, noise, run, sites
 
 
-@pytest.mark.parametrize("name", ["dit", "sana", "wan", "sd35", "flux"])
-def test_repeated_blocks_compile_into_one_graph(name):
-    model = converted(name, "ahla", gate=True)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("dit", {}),
+        ("wan", {}),
+        ("sd35", {}),  # two kinds of blocks
+        ("sana", {"num_layers": 1}),
+        ("flux", {"num_layers": 1, "num_single_layers": 1}),
+    ],
+)
+def test_repeated_blocks_compile_into_one_graph(name, config):
+    model = converted(name, "ahla", config=config, gate=True)
     wanted = run(model, inputs(name))
     wanted.square().mean().backward()
     theirs = gradients(model)

@@ -80,6 +80,8 @@ def in_float32(block, x):
 @pytest.mark.parametrize("mixer", ONE_OF_EACH)
 def test_one_graph_for_every_number_of_tokens(mixer, device):
     block = make_block(mixer, device)
+    if device == "cpu" and mixer != "ahla":
+        block = block.attn  # the rest of a block is the same for all, and tracing it takes as long
     counter = CompileCounterWithBackend("aot_eager" if device == "cpu" else "inductor")
     fast = torch.compile(block, backend=counter, fullgraph=True)
     frames = set()
@@ -94,12 +96,12 @@ def test_one_graph_for_every_number_of_tokens(mixer, device):
 
 @pytest.mark.parametrize("mixer", ONE_OF_EACH)
 def test_export_with_any_number_of_tokens(mixer):
-    block = make_block(mixer).eval()
+    layer = make_block(mixer).attn.eval()  # test_compile_export exports whole models
     n, b = torch.export.Dim("n", min=2, max=8192), torch.export.Dim("b", min=1, max=64)
-    program = torch.export.export(block, (tokens(50).detach(),), dynamic_shapes={"args": ({0: b, 1: n},)}).module()
+    program = torch.export.export(layer, (tokens(50).detach(),), dynamic_shapes=({0: b, 1: n},)).module()
     for count, batch in ((2, 3), (64, 1), (197, 2)):
         x = tokens(count, batch=batch).detach()
-        torch.testing.assert_close(program(x), block(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(program(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
