@@ -1,5 +1,7 @@
 """Small models for the tests: real timm names, few and narrow blocks, a few tokens."""
 
+from unittest import mock
+
 import pytest
 import timm
 import torch
@@ -26,6 +28,13 @@ def tiny(name: str, seed: int = 0, **changes) -> nn.Module:
     model = timm.create_model(name, **{"img_size": SIZE, **NARROW, **changes})
     stir(model)
     return model
+
+
+def without_values(name: str, **arguments) -> nn.Module:
+    """The timm model `name` at its full size on the meta device. Truncated normals, for which torch runs Python there,
+    are not drawn."""
+    with mock.patch("timm.layers.weight_init._trunc_normal_"):
+        return timm.create_model(name, device="meta", **arguments)
 
 
 def stir(model: nn.Module) -> None:
