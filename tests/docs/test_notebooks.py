@@ -16,7 +16,7 @@ SHOWN = {  # what the last cells print or hold
 
 
 LONG = '"schedule.epochs=3", "schedule.warmup_epochs=1"'
-SHORT = '"schedule.epochs=1", "schedule.warmup_epochs=0.1"'
+SHORT = '"schedule.epochs=1", "schedule.warmup_epochs=0.1", "model.kwargs.depth=2", "model.kwargs.embed_dim=32"'
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

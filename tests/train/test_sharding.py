@@ -34,10 +34,10 @@ DIFFUSION = {  # whatever the processes must agree on
     },
     "distill": {"teacher": "source", "attention": 0.5},
     "optim": {"grad_accum_steps": 2, "mixer_lr_scale": 3.0, "clip_grad_norm": 0.5, "lr": 3e-3, "ema": 0.9},
-    "schedule": {"steps": 6},
+    "schedule": {"steps": 4},
     "data": {"source": "digits", "img_size": 8, "batch_size": 20, "workers": 0, "cache": True, "val_images": 39},
-    "sample": {"every": 3, "count": 4, "steps": 2},
-    "run": {"eval_steps": 3, "checkpoint_steps": 2},
+    "sample": {"every": 2, "count": 4, "steps": 2},
+    "run": {"eval_steps": 2, "checkpoint_steps": 2},
     "log": {"every": 1},
 }
 DEFAULT = {"model": {"mixer_options": {"feature_map": "power", "mixing": "softmax", "gate": False}}}
@@ -48,7 +48,7 @@ IMAGE = {
     "augment": {"mixup": 0.2},
     "optim": {"ema": 0.9, "layer_decay": 0.7, "name": "lamb"},
     "data": {"batch_size": 796},  # of 797 images for validation one process has 399, a part and one more
-    "schedule": {"epochs": 4},
+    "schedule": {"epochs": 2},
 }
 DIFFUSERS = [f"{part}/diffusion_pytorch_model.safetensors" for part in ("transformer", "transformer_ema")]
 IMAGES = ["model.safetensors", "model_ema.safetensors"]
@@ -71,21 +71,21 @@ def runs(tmp_path_factory):
     jobs[-1]["tree"] |= {"distill": {}, "schedule": {"steps": 2}, "sample": {}}
     start = [DIFFUSION, {"model": {"checkpoint": str(folder / "source")}}]
     for name, by in (("ddp_cut", "ddp"), ("cut", "fsdp2")):
-        add("diffusion", name, start, by=by, stop=5, killed=True, poison=[2])
+        add("diffusion", name, start, by=by, stop=3, killed=True, poison=[1])
         assert launch(folder, jobs)[0] == -signal.SIGKILL
         assert list_checkpoints(folder / name / "checkpoints") and not (folder / name / DIFFUSERS[0]).exists()
         jobs.clear()
     lora = [*start, {"lora": {"rank": 2}, "run": {"precision": "bf16"}}]
     for name, by in (("ddp", "ddp"), ("fsdp", "fsdp2")):
-        add("diffusion", name, start, by=by, poison=[2])
+        add("diffusion", name, start, by=by, poison=[1])
         add("diffusion", f"{name}_lora", lora, by=by)
         add("diffusion", f"{name}_double", [*start, DEFAULT], by=by, double=True)
     for name, by in (("ddp_cut", "ddp"), ("cut", "fsdp2")):
         add("diffusion", name, [*start, {"run": {"resume": True}}], by=by)
     add("diffusion", "rehearsal", start, rehearsed=True)
     for name in ("zero1", "zero2") if DEEPSPEED else ():
-        add("diffusion", name, start, by=name, poison=[2])
-        add("diffusion", f"{name}_cut", start, by=name, stop=5, poison=[2])
+        add("diffusion", name, start, by=name, poison=[1])
+        add("diffusion", f"{name}_cut", start, by=name, stop=3, poison=[1])
         add("diffusion", f"{name}_cut", [*start, {"run": {"resume": True}}], by=name)
     add("image", "image", [], by="ddp")
     for name, by in (("image_ddp", "ddp"), ("image_fsdp", "fsdp2")):
@@ -152,7 +152,7 @@ def test_zero_trains_as_ddp_and_resumes_bit_identically(runs, name):
 
 def test_a_step_that_is_bad_in_one_process_is_skipped_in_all_and_clipping_is_counted(runs):
     last = [row for row in rows(runs / "fsdp") if row["kind"] == "train"][-1]
-    assert last["skipped"] == 1 and last["clipped_part"] == pytest.approx(5 / 6)
+    assert last["skipped"] == 1 and last["clipped_part"] == pytest.approx(3 / 4)
 
 
 @pytest.mark.parametrize(("whole", "cut"), [("fsdp", "cut"), ("ddp", "ddp_cut")])
@@ -162,7 +162,7 @@ def test_resuming_after_a_kill_is_bit_identical(runs, whole, cut):
 
 
 def test_grids_of_samples_are_those_of_whole_weights(runs):
-    for step in (3, 6):
+    for step in (2, 4):
         files = [runs / name / "samples" / f"step-{step:08d}.png" for name in ("ddp", "fsdp")]
         a, b = (torch.tensor(list(Image.open(file).convert("L").tobytes())) for file in files)
         assert (a - b).abs().max() <= 1
@@ -188,7 +188,7 @@ def test_one_process_goes_on_with_a_checkpoint_of_two(runs, monkeypatch):
     assert all(torch.equal(v, saved[k]) for k, v in run.ema.module.state_dict().items() if v.is_floating_point())
     state = run.optimizer.state_dict()["state"]
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-    assert all(state[i]["exp_avg"].shape == p.shape and int(state[i]["step"]) == 5 for i, p in enumerate(parameters))
+    assert all(state[i]["exp_avg"].shape == p.shape and int(state[i]["step"]) == 3 for i, p in enumerate(parameters))
     other = torch.load(list_checkpoints(runs / "ddp" / "checkpoints")[-1] / "state.pt", weights_only=True)["optimizer"]
     assert all(torch.allclose(state[i]["exp_avg"], v["exp_avg"], atol=1e-7) for i, v in other["state"].items())
 
