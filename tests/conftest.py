@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.context
 import os
 import sys
@@ -15,14 +16,20 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.curves import drawn_once
 from tests.digits import decoded_once
 
 os.environ.setdefault("HF_HOME", str(Path(tempfile.gettempdir()) / "hla-zoo-tests"))  # not the user's cache
+gc.set_threshold(20_000, 50, 100)  # imports and tracers keep what they make: collecting is a tenth of their time
 
 
 LONG = (  # parts of names of tests; whole files where tests share what takes long
     "::test_no_spills", "::test_operators", "::test_demo_with", "::test_sigkill", "train/test_sharding.py",
     "mixers/test_new_mixer.py", "benchmarks/test_scaling.py", "::test_a_run_on_a_data_set_of_the_hub",
+)  # fmt: skip
+FORKED = (  # the rest of what forks from the server of `tests.forks`, in the second half of the tests
+    "ops/ranks/", "train/test_interrupts.py", "::test_two_processes", "::test_a_rate_far_too_high",
+    "::test_the_tool_says_one_sentence",
 )  # fmt: skip
 
 
@@ -35,8 +42,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a minute first: a process that begins one last is waited for by the others."""
-    items.sort(key=lambda item: not any(part in item.nodeid for part in LONG))
+    """Tests of a minute first: a process that begins one last is waited for by the others. Then those that fork: of
+    two processes that share the tests by halves, one needs a server, whose imports take 8 s."""
+
+    def order(item: pytest.Item) -> int:
+        return next((i for i, parts in enumerate((LONG, FORKED)) if any(part in item.nodeid for part in parts)), 2)
+
+    items.sort(key=order)
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +68,9 @@ def own_precision() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def digits_are_decoded_once() -> Iterator[None]:
-    """In this process; a run in another one decodes its own."""
-    with decoded_once():
+def digits_and_curves_are_made_once() -> Iterator[None]:
+    """In this process; a run in another one makes its own."""
+    with decoded_once(), drawn_once():
         yield
 
 

@@ -1,5 +1,6 @@
-"""The embedded digits, decoded once per process of tests: runs of a second would spend a third of it on that."""
+"""The embedded digits, read and decoded once per process of tests: short runs would spend a third of their time so."""
 
+import functools
 import sys
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -9,10 +10,13 @@ from unittest import mock
 
 @contextmanager
 def decoded_once() -> Iterator[None]:
-    """Context in which `zoo.data.cached`, if it was imported before, keeps what it decodes of whole sets of digits."""
+    """Context in which scikit-learn keeps the digits and `zoo.data.cached`, if it was imported before, what it decodes
+    of whole sets of them."""
     if "zoo.data.cached" not in sys.modules:
         yield
         return
+    from sklearn import datasets
+
     from zoo.data import cached
     from zoo.data.sources import Digits
 
@@ -26,5 +30,6 @@ def decoded_once() -> Iterator[None]:
             kept[key] = decoded(source, spec, workers)
         return kept[key]
 
-    with mock.patch.object(cached, "decoded", once):
+    read = functools.cache(datasets.load_digits)  # which everyone copies from
+    with mock.patch.object(cached, "decoded", once), mock.patch.object(datasets, "load_digits", read):
         yield
