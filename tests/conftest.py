@@ -43,7 +43,7 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a minute first: a process that begins one last is waited for by the others. Then those that fork: of
-    two processes that share the tests by halves, one needs a server, whose imports take 8 s."""
+    two processes that share the tests by halves, one needs a server, whose imports take seconds."""
 
     def order(item: pytest.Item) -> int:
         return next((i for i, parts in enumerate((LONG, FORKED)) if any(part in item.nodeid for part in parts)), 2)
