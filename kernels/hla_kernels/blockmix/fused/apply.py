@@ -29,7 +29,6 @@ from .tokens import (
     begin_weighted,
     by_operator,
     load_anchor,
-    load_left,
     load_operator,
     times,
     total_grad,
@@ -173,7 +172,7 @@ def token_grads(
     w, unit = load_operator(right + at * F.D * V.D, dtype, OF_P, F, V)
     if x is not None:
         x = at_head(x, xs, bh, H, GX, ALIGN)
-        m, m_unit = load_left(left + at * F.D * F.D, dtype, BOTH, F)
+        m, m_unit = load_operator(left + at * F.D * F.D, dtype, 1, F, F, 1, BOTH)
     if v is not None:
         v = at_head(v, vs, bh, H, G, ALIGN)
         if NORM:
@@ -197,7 +196,7 @@ def token_grads(
             store_rows(dv, tokens, dvs[1] * ALIGN, live, times(gv, s * unit, V), V)
         if dx is not None:
             if x is not None:
-                g = times(add_rows(zero_rows(BN, F), tx, m, dtype, DIGITS, F, F, PREC), s * m_unit, F)
+                g = times(add_rows(zero_rows(BN, F), tx, m[0], dtype, DIGITS, F, F, PREC), s * m_unit, F)
                 if v is not None:
                     tv = load_rows(v, tokens, vs[1] * ALIGN, live, V, False)
                     g = axpy2(g, 1.0, times(by_operator(tv, w, OF_P, V, F, PREC), s * unit, F), F)
@@ -232,8 +231,8 @@ def query_products(
         if NORM:
             row = anchored_row(vector + at * F.D, anchor + bh * V.D, x, x_unit, 1, TURN == 0, F, V)
     else:
-        y, x_unit = load_left(left + at * F.D * F.D, dtype, False, F)
-        y = trans4(y)
+        y, x_unit = load_operator(left + at * F.D * F.D, dtype, 1, F, F)
+        y = trans4(y[0])
     if NORM:
         inverses += bh.to(tl.int64) * N
         totals += bh.to(tl.int64) * N

@@ -6,7 +6,7 @@ Weighted sums of tokens run on tensor cores too (`hla.fused.loops.vectors`).
 import triton
 import triton.language as tl
 
-from ...hla.fused.algebra import largest
+from ...hla.fused.algebra import cast_operator
 from ...hla.fused.loops.sums import add_sum, begin_sum
 from ...hla.fused.loops.vectors import as_row, column, times_vector
 from ...hla.fused.tiles import (
@@ -32,38 +32,23 @@ NO_SPECIALIZE = [
 
 @triton.jit
 def load_operator(
-    ptr, dtype: tl.constexpr, DIGITS: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SPLIT: tl.constexpr = 1
-):
+    ptr, dtype: tl.constexpr, DIGITS: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SPLIT: tl.constexpr = 1,
+    BOTH: tl.constexpr = False,
+):  # fmt: skip
     """Load (P' [V, F] in `DIGITS` values of the dtype of the tokens, its unit). The unit extends the exponent range of
-    float16. Rows are SPLIT D apart."""
+    float16. Rows are SPLIT D apart. BOTH: a square matrix with its transpose added."""
     m = load4(ptr, V, F, F.D * SPLIT, 1)
-    unit = 1.0
-    if dtype == tl.float16:
-        unit = power_of_two(largest(m, V, F))
-        m = scale4(m, 1.0 / unit)
-    high = cast4(m, dtype)
+    if BOTH:
+        m = add4(m, load4(ptr, V, F, 1, F.D), V, F)
+    high, unit = cast_operator(m, dtype, False, V, F)
     low = high
     lowest = high
     if DIGITS > 1:
-        m = rest4(m, high)
+        m = rest4(scale4(m, 1.0 / unit), high)
         low = cast4(m, dtype)
     if DIGITS > 2:
         lowest = cast4(rest4(m, low), dtype)
     return (high, low, lowest), unit
-
-
-@triton.jit
-def load_left(ptr, dtype: tl.constexpr, BOTH: tl.constexpr, F: tl.constexpr):
-    """Return (left factor [F, F] in the dtype of the tokens, its unit), as `load_operator`; BOTH: with its transpose
-    added."""
-    m = load4(ptr, F, F, F.D, 1)
-    if BOTH:
-        m = add4(m, load4(ptr, F, F, 1, F.D), F, F)
-    unit = 1.0
-    if dtype == tl.float16:
-        unit = power_of_two(largest(m, F, F))
-        m = scale4(m, 1.0 / unit)
-    return cast4(m, dtype), unit
 
 
 @triton.jit
