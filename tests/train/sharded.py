@@ -20,6 +20,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, recursively_apply
 
+from tests.curves import drawn_once
 from tests.helpers.runs import tiny
 from zoo.config import from_tree
 from zoo.train.classification import ClassificationRun
@@ -136,13 +137,14 @@ def compare_families(folder: Path) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    for tree in yaml.safe_load((folder / "jobs.yaml").read_text()):
-        job = Job(**tree)
-        AcceleratorState._reset_state()
-        if PartialState._shared_state:
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
-        Accelerator.__init__ = BY[job.by]
-        carry_out(job)
+    with drawn_once():
+        for tree in yaml.safe_load((folder / "jobs.yaml").read_text()):
+            job = Job(**tree)
+            AcceleratorState._reset_state()
+            if PartialState._shared_state:
+                PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+            Accelerator.__init__ = BY[job.by]
+            carry_out(job)
     Accelerator.__init__ = with_fsdp2
     compare_families(folder)
     destroy_process_group()
