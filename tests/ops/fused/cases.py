@@ -13,7 +13,7 @@ from torch import Tensor
 import hla_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
-from hla_kernels.hla.fused.plan import paths, special
+from hla_kernels.hla.fused.plan import paths
 from hla_kernels.hla.two_sided import evaluate
 from hla_kernels.options import Options
 from tests.helpers.error_rule import check_coefficients, check_tokens, features_as_read, sizes_of_coefficients
@@ -82,14 +82,11 @@ def twice(work: Callable, *args, **options):
 
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
-    "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment, "pairs" and
-    "pairs_two_step" with two heads a program, "halves_in_two_step" with two programs for the queries of a head,
-    "mixture" `heads.mixture`."""
+    "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment,
+    "halves_in_two_step" with two programs for the queries of a head, "mixture" `heads.mixture`."""
     with monkeypatch.context() as patch:
         poison(patch)
-        split = path in ("split", "whole", "roles", "pairs", "pairs_two_step")
-        patch.setattr(paths, "pairs", lambda *a: int(path.startswith("pairs")))
-        patch.setattr(special, "pairs_at_once", lambda n: path == "pairs")
+        split = path in ("split", "whole", "roles")
         patch.setattr(paths, "saves", lambda *a: int(split))
         patch.setattr(paths, "at_once", lambda *a: not path.endswith("two_step"))
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")

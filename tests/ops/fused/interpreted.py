@@ -108,9 +108,6 @@ CASES = [
     ("hla3", ANCHORED, "halves", 514, 64, 64, (1, 1), HALF, "packed"),
     *OF_MIXTURES,
     # two neighbouring heads a program; in use for bfloat16 tokens
-    ("linear_attention", PLAIN, "pairs", 70, 72, 72, (2, 2), HALF, "packed"),
-    ("linear_attention", PLAIN, "pairs", 37, 72, 72, (4, 4), HALF, "contiguous"),
-    ("linear_attention", PLAIN, "pairs_two_step", 37, 72, 72, (2, 2), HALF, "packed"),
     # features of elu1 that nothing divides
     ("hla2", ELU_ANCHORED, "split", 70, 40, 40, (2, 1), FULL, "contiguous"),
     ("hla3", ELU_MEAN, "split", 37, 72, 72, (1, 1), FULL, "packed"),
@@ -170,14 +167,6 @@ def test_coefficients_of_any_strides(layout):
     options = ("polynomial", None, False, None, False, 0.0, None, 1e-6, 1.0, "triton", False, True)
     y = torch.ops.hla_kernels.two_sided(*x, *options)[0]
     check(spec, tokens, grad, c, [y, *torch.autograd.grad(y, x, grad)])
-
-
-def test_pairs_with_a_gradient_of_another_layout(monkeypatch):
-    spec = Spec("linear_attention")
-    tokens, grad, none = make(spec, 37, 72, 72, (2, 2), HALF, "contiguous")
-    turned = grad.transpose(1, 2).contiguous().transpose(1, 2)
-    outs = [run(monkeypatch, spec, tokens, g, none, "pairs", True, False) for g in (grad, turned)]
-    assert all(torch.equal(x, y) for x, y in zip(*outs, strict=True))
 
 
 def test_several_parts_of_a_head(monkeypatch):

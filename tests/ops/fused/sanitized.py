@@ -38,8 +38,6 @@ WHOLE = (
     ("hla2", ANCHORED, "halves", 70, 72, 72, (2, 2)),
     ("hla2", RATIO, "halves", 70, 72, 72, (2, 2)),
     ("ahla", RATIO, "halves_two_step", 70, 72, 72, (2, 2)),
-    ("linear_attention", {}, "pairs", 70, 72, 72, (4, 4)),
-    ("linear_attention", {}, "pairs_two_step", 70, 72, 72, (4, 4)),
     ("linear_attention", RATIO, "heads", 70, 64, 64, (2, 2)),
     ("linear_attention", RATIO, "split", 600, 72, 72, (2, 2)),
     ("linear_attention", RATIO, "split", 300, 128, 128, (1, 1)),

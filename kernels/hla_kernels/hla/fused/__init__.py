@@ -4,13 +4,12 @@ Forward and backward.
 
     heads   one program per (batch, head), all passes in one launch           many heads of 64, 72, few tokens
     split   reduce -> combine -> middle -> apply, several programs per head   few heads, many tokens, wide heads
-    pairs   two neighbouring heads per program, first order                   many heads of 72 channels
 
 The kernels take features: relu and elu1 are evaluated before them, and saved for the backward in the dtype of the
 tokens (`features.mapped`).
 
 Reading order: spec (flags and widths), tiles (basic functions), loops (passes over tokens), algebra (D x D),
-heads (heads.summed: higher orders, ratios, centred keys; heads.pairs: first order; heads.mixture: `polynomial`), split,
+heads (heads.summed: higher orders, ratios, centred keys; heads.mixture: `polynomial`), split,
 middle, plan (static table; plan.paths: choice of the path), launch (launch.table: functions per path). Equations are
 in `hla_kernels.hla`. The first call of `forward` or `backward` imports Triton; `why_not` does not.
 """

@@ -19,7 +19,7 @@ import torch
 from hla_kernels.features import map_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, launch
-from hla_kernels.hla.fused.launch import mixture, pairs, ratios, summed
+from hla_kernels.hla.fused.launch import mixture, ratios, summed
 from hla_kernels.sequences import Sequences
 from tests.ops.fused.offline.judge import compile_call, key
 
@@ -54,7 +54,7 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     "shared": of tokens that devices share."""
     kernels = [
         (module, name, kernel)
-        for module in (launch, mixture, pairs, ratios, summed, map_kernels)
+        for module in (launch, mixture, ratios, summed, map_kernels)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]
@@ -95,13 +95,13 @@ def shared_call(q, k, v, c, spec: Spec, grad) -> None:
 
 def main(call: int, op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:
     """Compile each launch, what several have in common once. Operand A in registers is what an assembler got wrong:
-    none in `heads.pairs`, nor in the backward of higher orders without options."""
+    none in the backward of higher orders without options."""
     for launched in record(op, options, b, h, n, d, kind):
         which, products = key(*launched), kind == "products"
         if which not in COMPILED or (products and "one_by_one" not in COMPILED[which]):
             COMPILED[which] = compile_call(*launched, products)
         found = COMPILED[which]
-        never = hasattr(pairs, found["kernel"]) or (options == "{}" and found["kernel"] in BACKWARD)
+        never = options == "{}" and found["kernel"] in BACKWARD
         assert found["from_registers"] == 0 or not never, found
         print(json.dumps({"call": call, **found}), flush=True)
 

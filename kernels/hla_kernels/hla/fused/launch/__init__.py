@@ -15,7 +15,6 @@ from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, 
 from ..plan import paths
 from ..spec import ORDERS, operator_dtype
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
-from . import pairs
 from .call import BLOCK, Call, Outs, Saved, pad, placed, unfused
 
 
@@ -106,11 +105,7 @@ def add_parts_call(call: Call, partial: Tensor | None, parts: int, out: Tensor) 
 
 def split_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """Launch reduce -> combine -> middle -> apply; store the moments unless `saved` is empty."""
-    save = saved.numel() > 0
-    buffer = saved if save else room_of(call)
-    if pairs.paired(call):
-        return pairs.forward(call, o, buffer, save)
-    apply_call(call, o, prepare(call, buffer))
+    apply_call(call, o, prepare(call, saved if saved.numel() > 0 else room_of(call)))
 
 
 def room_of(call: Call) -> Tensor:
@@ -189,14 +184,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
 
 def split_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
     """Launch (moments if `saved` is empty) -> reduce dM -> middle -> apply; return parts of d coefficients."""
-    filled = saved.numel() > 0
-    buffer = saved if filled else room_of(call)
-    if pairs.paired(call):
-        if not filled:
-            pairs.forward(call, torch.empty_like(g, memory_format=torch.contiguous_format), buffer, True)
-        pairs.backward(call, g, outs, buffer)
-        return None
-    of = Saved.of(buffer, call) if filled else prepare(call, buffer)
+    of = Saved.of(saved, call) if saved.numel() > 0 else prepare(call, room_of(call))
     ratio = call.ratio()
     weights, rows, dc = middle_grads(call, readout_grad(call, g, of, ratio), of)
     apply_grads_call(call, g, outs, of, ratio, weights, rows, False)

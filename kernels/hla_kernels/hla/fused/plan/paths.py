@@ -51,13 +51,6 @@ def centred_keys(spec: Spec) -> bool:
     return not spec.normalize and spec.center == "k"
 
 
-def pairs(spec: Spec, w: Widths, batch_heads: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """Return 1 if the kernels with two neighbouring heads per program (`heads.pairs`) support a call, fill the GPU and
-    are faster, else 0. Only combinations tested on a GPU."""
-    form = own and plain(spec) and spec.ridge == 0 and dtype == torch.bfloat16 and w.F.D == w.V.D == 72
-    return torch.sym_min(1, batch_heads // 384) if form and spec.op == "linear_attention" else 0
-
-
 def mixed(spec: Spec, w: Widths, dtype: torch.dtype, own: bool) -> bool:
     """Whether `heads.mixture` supports a call, which it runs if the heads fill the GPU. Only combinations tested on a
     GPU."""
@@ -81,10 +74,9 @@ def few_halved(w: Widths, batch_heads: int, n: int) -> int | torch.SymInt:
 def saves(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
     """Return 1 if the forward uses several programs per head, which saves its moments for the backward, else 0. No
     branch on sizes, which may be symbolic while compiling."""
-    apart = 1 - pairs(spec, w, batch_heads, dtype, own)
     small = narrow(w) or cut(w)
     if spec.op == "linear_attention" and plain(spec) and small:
-        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513)) * apart
+        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
     if spec.alone(dtype) and small:
         return few_heads(batch_heads, n)
     if halved(spec, w, dtype, own):
@@ -96,8 +88,6 @@ def saves(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, o
 
 def whole(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
     """Whether a forward pass without backward is one program per head."""
-    if pairs(spec, w, batch_heads, dtype, own):
-        return False
     first = spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w))
     return not saves(spec, w, batch_heads, n, dtype, own) or (first and not few_heads(batch_heads, n))
 

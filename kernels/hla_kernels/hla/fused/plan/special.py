@@ -1,17 +1,10 @@
-"""Static tables of `heads.mixture`, and of `heads.pairs` with two neighbouring heads per program."""
+"""Static table of `heads.mixture`."""
 
 from __future__ import annotations
 
 from ..spec import Spec, Widths, layout
-from .paths import PROGRAMS
 
 MATRICES = 6  # float16 matrices that are kept of a head by `heads.mixture`: P, S, C, R, W, T
-PAIRS = {  # BN sums, BO writes
-    "forward_pairs": {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3},
-    "backward_pairs": {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 4, "STAGES": 3},
-    "weights_pairs": {"BN": 32, "num_warps": 4, "num_stages": 4},
-    "grads_pairs": {"BN": 64, "num_warps": 4, "num_stages": 3},
-}
 
 
 def mixture_config(kernel: str, w: Widths) -> dict[str, int]:
@@ -32,14 +25,3 @@ def mixture_floats(spec: Spec, w: Widths, itemsize: int) -> int:
     operator."""
     lay = layout(spec, w).vectors()
     return MATRICES * w.F.padded ** 2 // 2 + 8 + lay.K + lay.matrix_floats(itemsize)
-
-
-def pairs_at_once(n: int) -> bool:
-    """Whether one program does the whole backward of first order of two heads."""
-    return n <= 512
-
-
-def pair_parts(batch_pairs: int, n: int, bn: int) -> tuple[int, int]:
-    """Return (parts, tokens per part) of a pass of `heads.pairs` that writes: up to 4 tiles per program."""
-    tiles = max(1, min(4, batch_pairs * -(-n // bn) // (2 * PROGRAMS)))
-    return -(-n // (tiles * bn)), tiles * bn
