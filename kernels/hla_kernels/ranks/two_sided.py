@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..dispatch.autograd import are_fixed
 from ..features import feature
-from ..hla.fused import Spec, paths
-from ..hla.fused.spec import Widths
+from ..hla.fused import Spec
 from ..op import Call, TwoSided, choose
 from .collectives import stage
 
@@ -19,10 +18,7 @@ from .collectives import stage
 def in_triton(call: Call) -> bool:
     """Whether the Triton form runs, the same on all ranks: it does not depend on the number of tokens."""
     q, k, v = (x.new_empty(x.shape[0], 2, *x.shape[2:]) for x in call[1:4])
-    if len(q) == 0 or choose(call._replace(q=q, k=k, v=v), "auto") != "triton":
-        return False
-    mixed = paths.mixed(_spec(call), Widths.of(q.shape[3], v.shape[3]), q.dtype, q.shape[2] == v.shape[2])
-    return not (mixed and call.options.normalize)  # a ratio of `polynomial` has one program per head
+    return len(q) > 0 and choose(call._replace(q=q, k=k, v=v), "auto") == "triton"
 
 
 def _spec(call: Call) -> Spec:

@@ -24,19 +24,19 @@ RATIO, RELU_RATIO = ({"feature_map": name, "normalize": True} for name in ("elu1
 # op, options, path, N, D, Dv, heads, dtype, layout: `polynomial` of one program a head, in use for bfloat16 tokens, and
 # the sums and moments that it replaces
 OF_MIXTURES = [
-    *(("polynomial", {}, path, 70, d, d, (2, 2), HALF, "packed") for path, d in (("mixture", 64), ("roles", 32))),
-    ("polynomial", SCALE, "mixture", 37, 64, 64, (1, 1), HALF, "packed"),
-    ("polynomial", {}, "mixture", 70, 72, 72, (2, 2), HALF, "contiguous"),
-    *(("polynomial", FIXED, "mixture", 70, d, d, (2, 2), HALF, "packed") for d in (64, 72)),
-    *(("polynomial", {**FIXED, **SCALE}, "mixture", 37, d, d, (1, 1), HALF, "contiguous") for d in (64, 72)),
+    *(("polynomial", {}, path, 70, d, d, (2, 2), HALF, "packed") for path, d in (("split", 64), ("roles", 32))),
+    ("polynomial", SCALE, "split", 37, 64, 64, (1, 1), HALF, "packed"),
+    ("polynomial", {}, "split", 70, 72, 72, (2, 2), HALF, "contiguous"),
+    *(("polynomial", FIXED, "split", 70, d, d, (2, 2), HALF, "packed") for d in (64, 72)),
+    *(("polynomial", {**FIXED, **SCALE}, "split", 37, d, d, (1, 1), HALF, "contiguous") for d in (64, 72)),
     *(("polynomial", {**FIXED, **more}, "split", 20, 16, 16, (2, 2), FULL, "packed") for more in (ANCHORED, RATIO)),
-    ("polynomial", ANCHORED, "mixture", 37, 32, 32, (2, 2), HALF, "packed"),
-    ("polynomial", {"center": "k"}, "mixture", 37, 32, 32, (1, 1), HALF, "contiguous"),
-    *(("polynomial", {**x, **ANCHORED}, "mixture", 37, 72, 72, (1, 1), HALF, "packed") for x in (FIXED, {})),
-    ("polynomial", {**FIXED, **ANCHORED}, "mixture", 37, 32, 32, (2, 2), HALF, "packed"),
-    *(("polynomial", RATIO, "mixture", n, d, d, (1, 1), HALF, "packed") for n, d in ((37, 32), (40, 72))),
-    ("polynomial", {**FIXED, **RATIO}, "mixture", 37, 72, 72, (1, 1), HALF, "packed"),
-    ("polynomial", {**FIXED, **RELU_RATIO}, "mixture", 37, 32, 32, (2, 2), HALF, "strided"),
+    ("polynomial", ANCHORED, "split", 37, 32, 32, (2, 2), HALF, "packed"),
+    ("polynomial", {"center": "k"}, "split", 37, 32, 32, (1, 1), HALF, "contiguous"),
+    *(("polynomial", {**x, **ANCHORED}, "split", 37, 72, 72, (1, 1), HALF, "packed") for x in (FIXED, {})),
+    ("polynomial", {**FIXED, **ANCHORED}, "split", 37, 32, 32, (2, 2), HALF, "packed"),
+    *(("polynomial", RATIO, "split", n, d, d, (1, 1), HALF, "packed") for n, d in ((37, 32), (40, 72))),
+    ("polynomial", {**FIXED, **RATIO}, "split", 37, 72, 72, (1, 1), HALF, "packed"),
+    ("polynomial", {**FIXED, **RELU_RATIO}, "split", 37, 32, 32, (2, 2), HALF, "strided"),
 ]
 
 
@@ -83,7 +83,7 @@ def twice(work: Callable, *args, **options):
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
     "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment,
-    "halves_in_two_step" with two programs for the queries of a head, "mixture" `heads.mixture`."""
+    "halves_in_two_step" with two programs for the queries of a head."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles")
@@ -92,8 +92,6 @@ def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bo
         patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         patch.setattr(paths, "halved", lambda *a: path.startswith("halves"))
         patch.setattr(paths, "in_two", lambda *a: path == "halves_in_two_step")
-        if path == "mixture":
-            patch.setattr(paths, "mixed", lambda *a: True)
         if path == "roles":
             patch.setattr(plan, "reduce_roles", lambda *a: 5)
         if path == "whole":

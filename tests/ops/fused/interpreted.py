@@ -97,7 +97,7 @@ CASES = [
     *(("hla3", RELU_EPS, "halves", 37, d, d, (2, 2), HALF, "strided") for d in (64, 72)),
     *((op, POSITIVE_RATIO, "halves", 37, d, d, (1, 1), HALF, "positive") for op in OPS[1:4] for d in (64, 72)),
     *((op, POSITIVE_RATIO, "halves_two_step", 70, d, d, (1, 1), HALF, "positive") for op in OPS[1:4] for d in (64, 72)),
-    *(("polynomial", {**x, **POSITIVE_RATIO}, "mixture", 37, 72, 72, (1, 1), HALF, "positive") for x in (FIXED, {})),
+    *(("polynomial", {**x, **POSITIVE_RATIO}, "split", 37, 72, 72, (1, 1), HALF, "positive") for x in (FIXED, {})),
     ("linear_attention", ANCHORED, "halves_two_step", 37, 72, 72, (1, 1), HALF, "packed"),
     ("hla2", {"center": "k"}, "halves", 37, 64, 64, (2, 2), HALF, "packed"),
     ("hla3", ANCHORED, "halves_two_step", 70, 64, 64, (2, 2), HALF, "packed"),
@@ -131,7 +131,7 @@ def test_matches_float64(monkeypatch, case):
 MEANS = (
     *((op, RATIO, path, 2) for op in ("hla2", "ahla", "hla3") for path in ("halves", "split")),
     ("ahla", RATIO, "halves_in_two_step", 2), ("polynomial", RATIO, "split", 2),
-    ("polynomial", RATIO, "mixture", 2), ("polynomial", {**FIXED, **RATIO}, "mixture", 2),
+    ("polynomial", RATIO, "split", 2), ("polynomial", {**FIXED, **RATIO}, "split", 2),
     *(("hla2", ANCHORED, "halves", i) for i in range(3)), ("ahla", ANCHORED, "split", 1),
 )  # fmt: skip
 

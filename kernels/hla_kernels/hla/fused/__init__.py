@@ -9,7 +9,7 @@ The kernels take features: relu and elu1 are evaluated before them, and saved fo
 tokens (`features.mapped`).
 
 Reading order: spec (flags and widths), tiles (basic functions), loops (passes over tokens), algebra (D x D),
-heads (heads.summed: higher orders, ratios, centred keys; heads.mixture: `polynomial`), split,
+heads (heads.summed: higher orders, ratios, centred keys), split,
 middle, plan (static table; plan.paths: choice of the path), launch (launch.table: functions per path). Equations are
 in `hla_kernels.hla`. The first call of `forward` or `backward` imports Triton; `why_not` does not.
 """
@@ -23,7 +23,7 @@ from ...dispatch.faults import Fault
 from ...features import mapped
 from ...sequences import WHOLE, Sequences
 from . import plan
-from .plan import paths, special, sums
+from .plan import paths, sums
 from .spec import DTYPES, MAX_D, MIN_D, Spec, Widths, layout, operator_dtype
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
@@ -51,13 +51,13 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE
             return f"the last dimension of {name} is not contiguous"
     if spec.normalize and q.dtype == torch.float16:
         return FLOAT16_RATIO
-    reason = paths.too_wide(spec, Widths.of(d, v.shape[3]), q.dtype, own_keys(q, v, seqs))
+    reason = paths.too_wide(spec, Widths.of(d, v.shape[3]), q.dtype)
     return reason if reason is None or q.dtype == torch.float32 else Fault(reason)
 
 
 def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> int | torch.SymInt:
     """Return the length of the float32 buffer that `forward` fills for `backward`: operators and states of the split
-    path, operators and vectors of normalised heads, float16 factors of `heads.summed` and `heads.mixture`, features.
+    path, operators and vectors of normalised heads, float16 factors of `heads.summed`, features.
     There is no branch on B, N and H, which may be symbolic."""
     return operator_floats(q, v, spec, seqs) + mapped.kept_floats(spec.feature_map, q, k)
 
@@ -71,8 +71,6 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
     if paths.halved(spec, w, q.dtype, own):
         whole = sums.kept_floats(spec, w, q.dtype)
-    if paths.mixed(spec, w, q.dtype, own):
-        whole = special.mixture_floats(spec, w, q.element_size())
     return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 

@@ -29,8 +29,8 @@ from .tiles import (
 @triton.constexpr_function
 def has(name, order):
     """Whether an order has a moment, or the weight in its place in `spec.Layout` (by name or index). 1 to 5:
-    `spec.ORDERS`; 6: what `polynomial` needs in addition to hla3; then single moments, and two of the same tensors."""
-    of = {1: "P", 2: "SC", 3: "PR", 4: "PSW", 5: "PSCRW", 6: "CR", 7: "W", 8: "S", 9: "C", 10: "R", 11: "PS", 12: "CW"}
+    `spec.ORDERS`; 6: what `polynomial` needs in addition to hla3; then single moments."""
+    of = {1: "P", 2: "SC", 3: "PR", 4: "PSW", 5: "PSCRW", 6: "CR", 7: "W", 8: "S", 9: "C", 10: "R"}
     return ("PSCRW"[name] if isinstance(name, int) else name) in of[order]
 
 

@@ -139,12 +139,3 @@ def head_backward(
         kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, 0, w, unit,
         (m1, m1, zeros2(V)), 0, 1, False, False, F, V, BO, PREC, mt_unit=mt_unit,
     )  # fmt: skip
-
-
-@triton.jit
-def store_coefficients(ptr, head, dc):
-    """Store d coefficients [4] of one head."""
-    tl.store(ptr + head * 4, dc[0])
-    tl.store(ptr + head * 4 + 1, dc[1])
-    tl.store(ptr + head * 4 + 2, dc[2])
-    tl.store(ptr + head * 4 + 3, dc[3])

@@ -203,9 +203,7 @@ def apply_grads_call(
 ) -> None:
     """Compute dq, dk, dv from the weights of every head in one launch."""
     q, k, v = call.q, call.k, call.v
-    many = call.own() and not paths.few_heads(call.planned, call.most)
-    once = many and paths.mixed(call.spec, call.w, q.dtype, True) and not call.spec.normalize
-    config = call.tiles(plan.apply_config, "backward", call.spec, call.w, q.dtype, once, call.g > 1)
+    config = call.tiles(plan.apply_config, "backward", call.spec, call.w, q.dtype, call.g > 1)
     long = paths.cut(call.w) and call.spec.op == "polynomial"
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], long)
     at, a = placed(q, k, v, g, *outs)

@@ -17,8 +17,6 @@ from . import (
     split_forward_call,
 )
 from .call import Call, Outs
-from .mixture import mixture_backward_call, mixture_forward_call
-from .ratios import ratio_backward_call, ratio_forward_call
 from .summed import summed_backward_call, summed_forward_call, summed_ratio_call, summed_two_step_call
 
 
@@ -37,8 +35,6 @@ PATHS = {
     "summed_two_step": Path(summed_forward_call, summed_two_step_call),
     "summed_ratio": Path(summed_forward_call, partial(summed_ratio_call, at_once=True)),
     "summed_ratio_two_step": Path(summed_forward_call, partial(summed_ratio_call, at_once=False)),
-    "mixture": Path(mixture_forward_call, mixture_backward_call),
-    "ratio": Path(ratio_forward_call, ratio_backward_call),
     "split": Path(split_forward_call, split_backward_call),
     "first_split": Path(split_forward_call, first_backward_call),
 }

@@ -192,8 +192,8 @@ def sum_moments(
     SUMS: 1 all sums; 2 sums of the tokens that the order multiplies, in few registers; 3 sum k and sum v. ONCE: k and
     v are not read again; let q stay in L2 instead.
     """
-    SUM_Q: tl.constexpr = SUMS == 2 and ORDER != 11
-    SUM_K: tl.constexpr = SUMS == 2 and ORDER != 12
+    SUM_Q: tl.constexpr = SUMS == 2
+    SUM_K: tl.constexpr = SUMS == 2
     SUM_V: tl.constexpr = SUMS == 2 and ORDER != 10
     ALL: tl.constexpr = SUMS == 1
     KEYS: tl.constexpr = ALL or SUMS == 3

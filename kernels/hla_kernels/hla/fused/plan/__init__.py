@@ -107,12 +107,9 @@ def reduce_roles(spec: Spec, w: Widths, dtype: torch.dtype) -> int:
 
 
 def apply_config(
-    direction: str, spec: Spec, w: Widths, dtype: torch.dtype, once: bool = False, grouped: bool = False
+    direction: str, spec: Spec, w: Widths, dtype: torch.dtype, grouped: bool = False
 ) -> dict[str, int]:
-    """Tiles of `apply` and `apply_grads`; `once`: many heads of the form of `mixed`, `grouped`: heads share keys, whose
-    gradients are written in float32."""
-    if once and narrow(w):
-        return {"BN": 32, "num_warps": 4, "num_stages": 3, "ROLES": 1}
+    """Tiles of `apply` and `apply_grads`; `grouped`: heads share keys, whose gradients are written in float32."""
     wide = w.wide > 64
     if dtype == torch.float32:
         fits = w.wide <= 96  # two weights of 128 do not fit in shared memory

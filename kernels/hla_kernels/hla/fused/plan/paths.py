@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec import Spec, Widths
+from ..spec import MAX_D, Spec, Widths
 
 PROGRAMS = 2 * 132  # programs of a reduce, two per multiprocessor of an H200
 
@@ -41,22 +41,9 @@ def summed(spec: Spec) -> bool:
     return spec.op != "polynomial" and centred_keys(spec)
 
 
-def ratio(spec: Spec) -> bool:
-    """Whether a call is a ratio without centring."""
-    return spec.normalize and spec.center is None and not spec.mean_path
-
-
 def centred_keys(spec: Spec) -> bool:
     """Whether keys are centred, without other options."""
     return not spec.normalize and spec.center == "k"
-
-
-def mixed(spec: Spec, w: Widths, dtype: torch.dtype, own: bool) -> bool:
-    """Whether `heads.mixture` supports a call, which it runs if the heads fill the GPU. Only combinations tested on a
-    GPU."""
-    fits = w.F.D == w.V.D and w.F.D in (64, 72)
-    form = plain(spec) or centred_keys(spec) or ratio(spec)
-    return own and fits and spec.op == "polynomial" and form and spec.ridge == 0 and dtype == torch.bfloat16
 
 
 def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
@@ -81,8 +68,6 @@ def saves(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, o
         return few_heads(batch_heads, n)
     if halved(spec, w, dtype, own):
         return few_halved(w, batch_heads, n)
-    if mixed(spec, w, dtype, own):
-        return 0 if spec.normalize else few_heads(batch_heads, n)
     return 1
 
 
@@ -103,8 +88,6 @@ def path(
         return "first_split" if split else "first"
     if split:
         return "split"
-    if mixed(spec, w, dtype, own):
-        return "ratio" if spec.normalize else "mixture"
     if not halved(spec, w, dtype, own):
         return "heads"
     apart = spec.normalize and (cut(w) or in_two(batch_heads, n))
@@ -118,7 +101,7 @@ def in_two(batch_heads: int, n: int) -> bool:
     return n > 2048 and -(-2 * batch_heads // PROGRAMS) < 2 * -(-batch_heads // PROGRAMS)
 
 
-def too_wide(spec: Spec, w: Widths, dtype: torch.dtype, own: bool) -> str | None:
+def too_wide(spec: Spec, w: Widths, dtype: torch.dtype) -> str | None:
     """Return the reason why the matrices of a head are too large for the kernels, or None."""
     width = max(w.F.D, w.V.D)
     if dtype == torch.float32 and spec.op == "polynomial":
@@ -126,9 +109,9 @@ def too_wide(spec: Spec, w: Widths, dtype: torch.dtype, own: bool) -> str | None
     exact = spec.op != "linear_attention" or not plain(spec) or spec.feature_map == "elu1"  # products are "ieee"
     if dtype == torch.float32 and width > 96 and exact:
         return f"{width} features in float32 are more than 96"
-    modified = spec.normalize or dtype == torch.float16
-    if spec.op == "polynomial" and width > 64 and modified and not mixed(spec, w, dtype, own):
-        return f"polynomial of {width} features, more than 64, is for bfloat16 without ratio"
+    most = 64 if dtype != torch.bfloat16 else 72 if spec.normalize else MAX_D
+    if spec.op == "polynomial" and width > most:
+        return f"polynomial of {width} features, more than {most}, has no Triton form in {dtype}"
     return None
 
 
