@@ -82,16 +82,12 @@ def twice(work: Callable, *args, **options):
 
 def run(monkeypatch, spec: Spec, tokens, grad, coefficients, path: str, save: bool, packed: bool) -> list[Tensor]:
     """o, dq, dk, dv (and d coefficients) of the Triton form on a forced path, poisoned; `packed`: into one buffer.
-    "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment,
-    "halves_in_two_step" with two programs for the queries of a head."""
+    "whole" is "split" with the D x D algebra of a head in one program, "roles" with one for each moment."""
     with monkeypatch.context() as patch:
         poison(patch)
         split = path in ("split", "whole", "roles")
         patch.setattr(paths, "saves", lambda *a: int(split))
-        patch.setattr(paths, "at_once", lambda *a: not path.endswith("two_step"))
-        patch.setattr(plan, "first_at_once", lambda *a: path == "heads")
         patch.setattr(paths, "halved", lambda *a: path.startswith("halves"))
-        patch.setattr(paths, "in_two", lambda *a: path == "halves_in_two_step")
         if path == "roles":
             patch.setattr(plan, "reduce_roles", lambda *a: 5)
         if path == "whole":

@@ -365,16 +365,6 @@ def eye4(c, W: tl.constexpr):
 
 
 @triton.jit
-def ones2(W: tl.constexpr):
-    """Return the vector of ones on D elements, zero beyond."""
-    z = zeros2(W)
-    x2 = z[1]
-    if W.D2 > 0:
-        x2 = tl.where(W.D1 + tl.arange(0, W.D2) < W.D, 1.0, 0.0)
-    return tl.where(tl.arange(0, W.D1) < W.D, 1.0, 0.0), x2
-
-
-@triton.jit
 def power_of_two(x):
     """Return the power of two at or just below x > 0 (for x = 0 the smallest normal one)."""
     return tl.exp2(tl.floor(tl.log2(tl.maximum(x, 1.2e-38))))

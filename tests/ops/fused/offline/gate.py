@@ -23,7 +23,7 @@ from hla_kernels.hla.fused.launch import summed
 from hla_kernels.sequences import Sequences
 from tests.ops.fused.offline.judge import compile_call, key
 
-BACKWARD = ("summed_backward", "summed_weights")
+BACKWARD = ("summed_middle", "apply_grads")
 COMPILED: dict[str, dict] = {}
 
 

@@ -27,15 +27,6 @@ def largest_folded(a, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def largest_sum(a):
-    """`algebra.largest` of sums of 64 and up to 16 more rows and columns before `tiles.outer4_end`: threads exchange
-    their largest numbers alone."""
-    x = tl.max(tl.reshape(tl.abs(a[0]), [a[0].shape[0], a[0].shape[1] // 16, 16]), 1)
-    x = tl.maximum(tl.maximum(x, tl.abs(a[1])), tl.maximum(tl.abs(a[2]), tl.abs(a[3])))
-    return tl.max(tl.max(x, 1), 0)
-
-
-@triton.jit
 def half(a, A: tl.constexpr, B: tl.constexpr):
     """Return (a in units of u as float16, u)."""
     unit = power_of_two(0.125 * largest_folded(a, A, B))
@@ -55,9 +46,9 @@ def factors_of(m, ORDER: tl.constexpr):
 
 
 @triton.jit
-def put_matrix(to, a, W: tl.constexpr, ROWS: tl.constexpr = None):
-    """Write a square matrix of ROWS rows, if not of all D1 + D2: whole sectors of memory."""
-    N: tl.constexpr = W.D1 + W.D2 if ROWS is None else ROWS
+def put_matrix(to, a, W: tl.constexpr):
+    """Write a square matrix of D1 + D2 rows: whole sectors of memory."""
+    N: tl.constexpr = W.D1 + W.D2
     store_block(to, a[0], 0, W.D1, 0, W.D1, N, N, N, 1)
     if W.D2 > 0:
         store_block(to, a[1], 0, W.D1, W.D1, W.D2, N, N, N, 1)
@@ -66,9 +57,9 @@ def put_matrix(to, a, W: tl.constexpr, ROWS: tl.constexpr = None):
 
 
 @triton.jit
-def get_matrix(at, W: tl.constexpr, ROWS: tl.constexpr = None):
+def get_matrix(at, W: tl.constexpr):
     """Inverse of `put_matrix`."""
-    N: tl.constexpr = W.D1 + W.D2 if ROWS is None else ROWS
+    N: tl.constexpr = W.D1 + W.D2
     m11 = load_block(at, 0, W.D1, 0, W.D1, N, N, N, 1)
     out = (m11, m11, m11, m11)
     if W.D2 > 0:
@@ -76,22 +67,6 @@ def get_matrix(at, W: tl.constexpr, ROWS: tl.constexpr = None):
         m21 = load_block(at, W.D1, W.D2, 0, W.D1, N, N, N, 1)
         out = (m11, m12, m21, load_block(at, W.D1, W.D2, W.D1, W.D2, N, N, N, 1))
     return out
-
-
-@triton.jit
-def put_sums(to, m, factor, W: tl.constexpr):
-    """Write sums of two blocks of columns before `tiles.outer4_end` times a factor as a matrix [D, D], in the element
-    type of `to`, without the exchange between threads in `outer4_end`."""
-    E: tl.constexpr = W.D - W.D1
-    c = tl.arange(0, W.D1)
-    e = W.D1 + tl.arange(0, 2 * E)
-    i = tl.arange(0, 64)
-    own = (tl.arange(0, 2 * E) < E)[None, :]
-    m = cast4(scale4(m, factor), to.dtype.element_ty)
-    tl.store(to + c[:, None] * W.D + c[None, :], m[0])
-    tl.store(to + c[:, None] * W.D + e[None, :], m[1], mask=own)
-    tl.store(to + e[None, :] * W.D + c[:, None], m[2], mask=own)
-    tl.store(to + (W.D1 + i)[:, None] * W.D + e[None, :], m[3], mask=(i < E)[:, None] & own)
 
 
 @triton.jit
@@ -221,58 +196,3 @@ def half_weight(m, u, t, dm, pd, s, NAME: tl.constexpr, ORDER: tl.constexpr, W: 
     else:
         w = scale4(times_symmetric(pd, y, W, W), s * ux * uy)
     return cast4(w, dtype)
-
-
-@triton.jit
-def symmetric(x):
-    """Return x + x'."""
-    return x + tl.trans(x)
-
-
-@triton.jit
-def loaded_operator(m, u, ORDER: tl.constexpr):
-    """Return M = S C, R P or S (W P) of factors of one block, as they were loaded."""
-    x, y, z = m[0][0], m[1][0], m[2][0]
-    if ORDER == 4:
-        out = tl.dot(y, tl.dot(z, x).to(tl.float16)) * (u[0] * u[1] * u[2])
-    else:
-        out = tl.dot(y, x) * (u[0] * u[1])
-    return out
-
-
-@triton.jit
-def loaded_weights(m, u, dm, s, ORDER: tl.constexpr, dtype: tl.constexpr):
-    """`half_weight` of factors of one block, as they were loaded: (WC, WS), (WP, WR') or (WP, WS, WW), three of either,
-    in a dtype: one of them is float32 at a time. WP = W (S dM) where `half_weight` has dM' (S W): what was computed
-    here is operand B alone, which tensor cores read in shared memory (the assembler that Triton 3.6 has is known to
-    corrupt operand A in registers)."""
-    x, y, z = m[0][0], m[1][0], m[2][0]
-    ux, uy, uz = u
-    if ORDER == 2:
-        a = (tl.dot(y, tl.trans(dm)) * (s * uy)).to(dtype)
-        b = (symmetric(tl.dot(x, dm)) * (s * ux)).to(dtype)
-        c = b
-    elif ORDER == 3:
-        a = (tl.dot(tl.trans(y), tl.trans(dm)) * (s * uy)).to(dtype)
-        b = (tl.dot(x, dm) * (s * ux)).to(dtype)
-        c = b
-    else:
-        a = (tl.dot(z, tl.dot(y, tl.trans(dm)).to(tl.float16)) * (s * uy * uz)).to(dtype)
-        pd = tl.dot(x, dm).to(tl.float16)
-        b = (symmetric(tl.dot(z, pd)) * (s * ux * uz)).to(dtype)
-        c = (symmetric(tl.dot(y, tl.trans(pd))) * (s * ux * uy)).to(dtype)
-    return a, b, c
-
-
-@triton.jit
-def loaded_products(factors, units, dm, scale, ORDER: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr):
-    """M' and (WP', WS, WC', WR', WW), as far as the order has them, in a dtype: `loaded_operator` and `loaded_weights`
-    of factors that were kept and dM' of one block."""
-    m, u = get_factors(factors, units, ORDER, W)
-    out = tl.trans(loaded_operator(m, u, ORDER).to(dtype))
-    dm, unit = half(dm, W, W)
-    a, b, c = loaded_weights(m, u, dm[0], scale * unit, ORDER, dtype)
-    a = tl.trans(a)
-    a = (a, a, a, a)
-    b = (b, b, b, b)
-    return (out, out, out, out), (a, b, a, b, (c, c, c, c))

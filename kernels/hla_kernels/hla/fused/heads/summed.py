@@ -1,42 +1,41 @@
 """Higher orders by one program per head, and centred keys of first order.
 
-Without options, as ratios, or with centred keys; float16 factors (`halves`). The forward keeps its vectors and
-factors, and the operator of a ratio and of first order. The backward sums dM (and dm1) over queries and the gradients
-of o alone, and its D x D algebra reads factors from shared memory, as tensor cores require. Equations as in `algebra`.
+Without options, as ratios, or with centred keys; float16 factors (`halves`). The forward is one launch; it keeps its
+vectors, factors and operator. The backward sums dM (and dm1) over queries by `split.reduce_readout`, computes the
+weights of a head by `summed_middle` and the gradients of tokens by `split.apply_grads`. Equations as in `algebra`.
 """
 
 import triton
 import triton.language as tl
 
-from ..algebra import ones_moments, scale_moments
-from ..loops import means, read_out, sum_moments, upto, write_grads
-from ..split.grads import load_weights
+from ..algebra import centre_rows, has, less_mean, ones_moments, scale_moments
+from ..loops import means, read_out, sum_moments
 from ..tiles import (
-    add4,
     axpy2,
     cast4,
     load4,
     load_vec,
     matvec,
     rank1,
+    scale4,
     store4,
     store_vec,
     trans4,
+    vecmat,
     zeros2,
 )
-from . import NO_SPECIALIZE, at_head, of_head, own_head, ratio_of, stagger
-from .halves import factors_of, get_factors, half, half_operator, put_factors, put_matrix, put_three, times
-from .summed_algebra import (
-    anchor_ones,
-    gradient_of_head,
-    load_rows3,
-    ones_through,
-    rows_by_memory,
-    store_rows3,
-    store_weights,
-    stored_algebra,
-    summed_algebra,
-    summed_gradient,
+from . import NO_SPECIALIZE, at_head, of_head, own_head, stagger
+from .halves import (
+    again,
+    factors_of,
+    get_factors,
+    half,
+    half_operator,
+    half_weight,
+    put_factors,
+    put_matrix,
+    put_three,
+    times,
 )
 
 
@@ -53,6 +52,40 @@ def one_by_one(m, ORDER: tl.constexpr, F: tl.constexpr):
     return (x, y, z), (ux, uy, uz)
 
 
+@triton.jit
+def ones_through(y, p1, q1, ORDER: tl.constexpr, F: tl.constexpr):
+    """Return m1 = S q1 (hla2) or R p1 (ahla). S is symmetric, and sums along rows need fewer exchanges of threads."""
+    x = p1
+    if ORDER == 2:
+        x = q1
+    return matvec(y, x, F, F)
+
+
+@triton.jit
+def anchor_ones(mt, m1, F: tl.constexpr):
+    """Return a of `algebra.anchor` for the features 1: 1'(M - m1 a') = 0. M is nearly of rank one: others are alike."""
+    e = tl.sum(m1[0])
+    if F.D2 > 0:
+        e += tl.sum(m1[1])
+    top = sum_rows(mt, F, F)
+    over = tl.where(e == 0.0, 0.0, 1.0 / e)
+    return top[0] * over, top[1] * over
+
+
+@triton.jit
+def sum_rows(a, A: tl.constexpr, B: tl.constexpr):
+    """a 1."""
+    y1 = tl.sum(a[0], 1)
+    y2 = y1
+    if B.D2 > 0:
+        y1 += tl.sum(a[1], 1)
+    if A.D2 > 0:
+        y2 = tl.sum(a[2], 1)
+        if B.D2 > 0:
+            y2 += tl.sum(a[3], 1)
+    return y1, y2
+
+
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_forward(
     q, k, v, o, vectors, matrix, factors, units, qs, ks, vs, os, N, H, scale, eps, ORDER: tl.constexpr,
@@ -61,7 +94,7 @@ def summed_forward(
     PREC: tl.constexpr,
 ):  # fmt: skip
     """o of one head. SAVE: its sums, if there are any (NORM: m1 and mean value too), at vectors [B * H, K], its
-    factors [B * H, KF] and units [B * H, 4], M [B * H, D, D] of a ratio and of first order."""
+    factors [B * H, KF] and units [B * H, 4], and M [B * H, D, D]."""
     SUMMED: tl.constexpr = NORM or MEAN or CENTER > 0
     pid = tl.program_id(0)
     stagger(pid, DELAY, SLOTS)
@@ -132,192 +165,117 @@ def summed_forward(
         if NORM:
             store_vec(vectors + L.M1, m1, F)
             store_vec(vectors + L.ROW, row, F)
-        if NORM or ORDER == 1:
-            store4(matrix + head * F.D * F.D, out, F, F, F.D, 1)
+        store4(matrix + head * F.D * F.D, out, F, F, F.D, 1)
     o, on = at_head(o, os, at, h, ALIGN), os[1] * ALIGN
     read_out(q, o, qn, on, 0, N, out, m1, row, eps, NORM, MEAN, F, F, BO, PREC)
 
 
-@triton.constexpr_function
-def part_of(i, loops, late):
-    """PART of `write_grads` of the i-th of so many loops."""
-    if loops == 1:
-        return 0
-    parts = {2: [1, 2], 3: [1, 3, 4]}[loops]
-    return (parts[1:] + parts[:1])[i] if late else parts[i]
+@triton.jit
+def weights2(m, u, t, dm, s, scale, q1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, F: tl.constexpr):
+    """Weights and rows of hla2: WC' and WS, the latter + s (q1 dm1' + dm1 q1') of a ratio."""
+    z = zeros2(F)
+    row_q = z
+    wc = half_weight(m, u, t, dm, dm, s, 2, 2, F, dtype)
+    if NORM:
+        row_q = less_mean(row_q, wc, mean, F)
+        row_q = axpy2(row_q, 1.0, matvec(cast4(m[1], tl.float32), axpy2(z, scale * u[1], one, F), F, F), F)
+    ws = half_weight(m, u, t, dm, dm, s, 1, 2, F, tl.float32)
+    if NORM:
+        ws = rank1(ws, axpy2(z, scale, q1, F), one, F, F)
+        ws = rank1(ws, axpy2(z, scale, one, F), q1, F, F)
+    ws = cast4(ws, dtype)
+    return (wc, ws, wc, ws, ws), (row_q, z, z)
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def summed_backward(
-    q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, weights, rows, qs, ks, vs, gs, dqs, dks, dvs,
-    N, H, scale, eps, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
-    ALIGN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr,
-    BO: tl.constexpr, LOOPS: tl.constexpr, WRITE: tl.constexpr, LATE: tl.constexpr, DELAY: tl.constexpr,
-    SLOTS: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """Compute dq, dk, dv of one head in LOOPS passes (`part_of`), which need less shared memory than a single pass.
-    LATE: dq last."""
-    SUMMED: tl.constexpr = NORM or MEAN or CENTER > 0
-    pid = tl.program_id(0)
-    stagger(pid, DELAY, SLOTS)
-    head, h, at, N, scale = own_head(pid, N, H, scale)
-    q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
-    ratio = ratio_of(ratio, head, N[0], NORM)
-    vectors += head * L.K
-    matrix += head * F.D * F.D
-    rows += head * 3 * F.D
-    # of two blocks of columns dM', rows and, of hla3, all that the last pass reads do not fit in registers together
-    CUT: tl.constexpr = not NORM and ORDER > 1 and F.D2 > 0
-    AGAIN: tl.constexpr = CUT and ORDER == 4
-    LATER: tl.constexpr = CUT or (not NORM and ORDER == 4 and LOOPS == 1)
-    ROWS: tl.constexpr = SUMMED and (CUT or (not NORM and ORDER == 3 and LOOPS > 1))
-    dm, row_v, one = gradient_of_head(
-        q, g, qn, gn, N, eps, ratio, vectors, matrix, units + head * 4, room + head * KR, rows + 2 * F.D, LATER, ORDER,
-        NORM, MEAN, F, L, BN, PREC,
-    )  # fmt: skip
-    if AGAIN:
-        weights += head * KR
-        row = stored_algebra(
-            row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
-            ORDER, CENTER, MEAN, F, L,
-        )  # fmt: skip
-    else:
-        mt, w, row = summed_algebra(
-            dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-            q.dtype.element_ty, LATER, ORDER, NORM, CENTER, MEAN, F, L,
-        )  # fmt: skip
-    if NORM or ROWS:
-        row = rows_by_memory(rows, row, F)
-    at_rows = row
-    dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
-    for part in tl.static_range(LOOPS):
-        if AGAIN:
-            mt = trans4(load4(matrix, F, F, F.D, 1))
-            w = load_weights(weights, ORDER, L, F, F)
-        if ROWS:
-            row = load_rows3(at_rows, F)
-        write_grads(
-            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + L.M1, ratio, w, 1.0, row,
-            part_of(part, LOOPS, LATE), ORDER, NORM, SUMMED, F, F, BO, PREC, WRITE,
-        )  # fmt: skip
+@triton.jit
+def weights3(m, u, t, dm, s, scale, p1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, F: tl.constexpr):
+    """Weights and rows of ahla: WP' and WR', the latter + s p1 dm1' of a ratio."""
+    z = zeros2(F)
+    row_k = z
+    wp = half_weight(m, u, t, dm, dm, s, 0, 3, F, dtype)
+    if NORM:  # before WR' takes registers
+        row_k = less_mean(row_k, wp, mean, F)
+        row_k = axpy2(row_k, 1.0, vecmat(axpy2(z, scale * u[1], one, F), cast4(t, tl.float32), F, F), F)
+    wr = half_weight(m, u, t, dm, dm, s, 3, 3, F, tl.float32)
+    if NORM:
+        wr = rank1(wr, axpy2(z, scale, p1, F), one, F, F)
+    wr = cast4(wr, dtype)
+    return (wp, wp, wp, wr, wr), (z, row_k, z)
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def summed_weights(
-    q, g, ratio, vectors, matrix, factors, units, room, weights, rows, qs, gs, N, H, scale, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
-    KF: tl.constexpr, KR: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """`summed_backward` up to its last pass, left to `split.apply_grads`: for heads of many tokens. Writes M unless the
-    forward has."""
-    pid = tl.program_id(0)
-    head, h, at, N, scale = own_head(pid, N, H, scale)
-    vectors += head * L.K
-    matrix += head * F.D * F.D
-    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
-    CUT: tl.constexpr = not NORM and ORDER > 1 and F.D2 > 0
-    rows += head * 3 * F.D
-    dm, row_v, one = gradient_of_head(
-        q, g, qn, gn, N, eps, ratio_of(ratio, head, N[0], NORM), vectors, matrix, units + head * 4, room + head * KR,
-        rows + 2 * F.D, CUT, ORDER, NORM, MEAN, F, L, BN, PREC,
-    )  # fmt: skip
-    weights += head * L.KW
-    if CUT:
-        row = stored_algebra(
-            row_v, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR, weights,
-            ORDER, CENTER, MEAN, F, L,
-        )  # fmt: skip
-    else:
-        mt, w, row = summed_algebra(
-            dm, row_v, one, N, scale, vectors, matrix, factors + head * KF, units + head * 4, room + head * KR,
-            q.dtype.element_ty, False, ORDER, NORM, CENTER, MEAN, F, L,
-        )  # fmt: skip
-        if not NORM and ORDER > 1:
-            store4(matrix, mt, F, F, 1, F.D)
-        store_weights(weights, w, ORDER, L, F)
-    if NORM or MEAN or CENTER > 0:
-        store_rows3(rows, row, F)
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def summed_queries(
-    q, g, ratio, vectors, matrix, units, room, parts, ones, qs, gs, N, H, chunk, eps, ORDER: tl.constexpr,
-    NORM: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, KR: tl.constexpr,
-    PARTS: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """`summed_gradient` of one part of a head of a ratio by itself: its sums fill the registers. dM' of a head of one
-    part goes to room in units of units[3], otherwise to parts [B * H, PARTS, D, D] in float32; the gradient of m1 to
-    ones [B * H, PARTS, D]."""
-    pid = tl.program_id(0)
-    head, h, at, N, _ = own_head(pid // PARTS, N, H, 0.0)
-    q, g, qn, gn = of_head((q, g), (qs, gs), at, h, ALIGN)
-    ratio = ratio_of(ratio, head, N[0], NORM)
-    place = head
-    lo = 0
-    if PARTS > 1:
-        place = pid.to(tl.int64)
-        lo = pid % PARTS * chunk
-        N = upto(lo + chunk, N)
-    dm, _, one = summed_gradient(
-        q, g, qn, gn, lo, N, eps, ratio, vectors + head * L.K, matrix + head * F.D * F.D, ORDER, NORM, MEAN, F,
-        L, BN, PREC,
-    )  # fmt: skip
-    if PARTS > 1:
-        store4(parts + place * F.D * F.D, dm, F, F, F.D, 1)
-    else:
-        dm, unit = half(dm, F, F)
-        put_matrix(room + head * KR, dm, F, F.D)
-        tl.store(units + head * 4 + 3, unit)
-    store_vec(ones + place * F.D, one, F)
+@triton.jit
+def weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, F: tl.constexpr):
+    """Weights and rows of hla3: WP', WS and WW; pd = P dM' (+ p1 dm1' of a ratio) in `more` times the units of P and
+    dM'."""
+    z = zeros2(F)
+    row_k = z
+    if NORM:  # before WP' takes registers
+        row_k = vecmat(axpy2(z, scale * u[1] * u[2], one, F), cast4(t, tl.float32), F, F)
+    wp = half_weight(m, u, t, dm, pd, s, 0, 4, F, dtype)
+    if NORM:
+        row_k = less_mean(row_k, wp, mean, F)
+    ws = half_weight(m, u, t, dm, pd, s * more, 1, 4, F, dtype)
+    ww = half_weight(m, u, t, dm, pd, s * more, 4, 4, F, dtype)
+    return (wp, ws, wp, wp, ww), (z, row_k, z)
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_middle(
-    vectors, matrix, factors, units, room, parts, ones, weights, rows, N, scale, ORDER: tl.constexpr,
-    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, KF: tl.constexpr,
-    KR: tl.constexpr, PARTS: tl.constexpr,
+    vectors, factors, units, grads, room, weights, rows, N, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
 ):  # fmt: skip
-    """Compute the weights and rows of one head of a ratio from what `summed_queries` left."""
+    """Compute the weights [B * H, KW] of one head, as far as the order has them (`algebra.weights`), and the rows of
+    dq, dk, dv [B * H, 3 D], from the sums [B * H, KG] of `split.reduce_readout`. room [B * H, KR]: for three matrices.
+    """
+    AREA: tl.constexpr = (F.D1 + F.D2) * (F.D1 + F.D2)
+    dtype: tl.constexpr = weights.dtype.element_ty
     head = tl.program_id(0).to(tl.int64)
     n, scale = means(N, head, scale)
-    ones += head * PARTS * F.D
-    one = load_vec(ones, F)
-    dm = one
-    if PARTS > 1:
-        parts += head * PARTS * F.D * F.D
-        dm = load4(parts, F, F, F.D, 1)
-        for part in tl.static_range(1, PARTS):
-            dm = add4(dm, load4(parts + part * F.D * F.D, F, F, F.D, 1), F, F)
-            one = axpy2(one, 1.0, load_vec(ones + part * F.D, F), F)
-    _, w, row = summed_algebra(
-        dm, one, one, (n, n), scale, vectors + head * L.K, matrix + head * F.D * F.D, factors + head * KF,
-        units + head * 4, room + head * KR, matrix.dtype.element_ty, PARTS == 1, ORDER, NORM, CENTER, MEAN, F, L,
-    )  # fmt: skip
-    store_rows3(rows + head * 3 * F.D, row, F)
-    store_weights(weights + head * L.KW, w, ORDER, L, F)
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def summed_tokens(
-    q, k, v, g, dq, dk, dv, ratio, vectors, matrix, factors, units, room, ones, rows, qs, ks, vs, gs, dqs, dks, dvs, N,
-    H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr,
-    F: tl.constexpr, L: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr, BO: tl.constexpr, LOOPS: tl.constexpr,
-    TILED: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """Compute dq, dk, dv of one head of a ratio from what `summed_queries` left. TILED: as in `write_grads`."""
-    pid = tl.program_id(0)
-    head, h, at, N, scale = own_head(pid, N, H, scale)
-    q, k, v, g, qn, kn, vn, gn = of_head((q, k, v, g), (qs, ks, vs, gs), at, h, ALIGN)
     vectors += head * L.K
-    one = load_vec(ones + head * F.D, F)
-    mt, w, row = summed_algebra(
-        one, one, one, N, scale, vectors, matrix + head * F.D * F.D, factors + head * KF,
-        units + head * 4, room + head * KR, q.dtype.element_ty, True, ORDER, NORM, CENTER, MEAN, F, L,
-    )  # fmt: skip
-    row = rows_by_memory(rows + head * 3 * F.D, row, F)
-    dq, dk, dv, dqn, dkn, dvn = of_head((dq, dk, dv), (dqs, dks, dvs), at, h, ALIGN)
-    for part in tl.static_range(LOOPS):
-        write_grads(
-            q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, 0, N, mt, vectors + L.M1, ratio_of(ratio, head,
-            N[0], NORM), w, 1.0, row, part_of(part, LOOPS, False), ORDER, NORM, True, F, F, BO, PREC, TILED=TILED,
-        )  # fmt: skip
+    grads += head * L.KG
+    room += head * KR
+    weights += head * L.KW
+    z = zeros2(F)
+    sums = (z, z, z)
+    if NORM or MEAN or CENTER > 0:
+        sums = (load_vec(vectors + L.SUM_Q, F), load_vec(vectors + L.SUM_K, F), load_vec(vectors + L.SUM_V, F))
+    dm = load4(grads, F, F, F.D, 1)
+    one = z  # the gradient of m1
+    ones = z
+    row_v = z
+    if NORM:
+        one = load_vec(grads + F.D * F.D, F)
+        p1, q1 = ones_moments(sums, scale, CENTER, F)
+        ones = p1 if ORDER > 2 else q1
+    if MEAN:
+        row_v = axpy2(z, 1.0 / n, load_vec(grads + F.D * F.D + F.D, F), F)
+    mean = (vectors + L.SUM_V, n)
+    if ORDER == 1:
+        w1 = cast4(scale4(dm, scale), dtype)
+        w = (w1, w1, w1, w1, w1)
+    else:
+        dm, unit = half(dm, F, F)
+        dm = again(room, dm, F)
+        m, u = get_factors(factors + head * KF, units + head * 4, ORDER, F)
+        s = scale * unit
+    if ORDER == 2:
+        w, rows_of = weights2(m, u, m[1], dm, s, scale, ones, one, mean, dtype, NORM, F)
+    elif ORDER == 3:
+        w, rows_of = weights3(m, u, m[1], dm, s, scale, ones, one, mean, dtype, NORM, F)
+    elif ORDER == 4:
+        t = again(room + AREA, times(m[1], m[2], F, F, F), F)
+        pd = times(m[0], dm, F, F, F)
+        more = 1.0
+        if NORM:
+            pd, more = half(rank1(scale4(pd, u[0] * unit), ones, one, F, F), F, F)
+            more = more / (u[0] * unit)
+        pd = again(room + 2 * AREA, pd, F)
+        w, rows_of = weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype, NORM, F)
+    for name in tl.static_range(5):
+        if has(name, ORDER):
+            store4(weights + L[name], w[name], F, F, F.D, 1)
+    if not NORM:
+        rows_of = centre_rows(w, 1.0, sums, z, z, row_v, n, ORDER, CENTER, MEAN, F, F)
+    rows += head * 3 * F.D
+    for i in tl.static_range(3):
+        store_vec(rows + i * F.D, rows_of[i], F)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .. import plan
 from ..heads import head_backward, head_forward
-from ..loops.first import divide_grads, key_grads, query_grads, token_grads
+from ..loops.first import divide_grads, key_grads, query_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
 from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
@@ -237,16 +237,8 @@ def first_heads_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
 
 
 def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> None:
-    """Run `loops.first` in two launches and a sum over parts of heads, or in one launch for many short heads."""
-    q, k, v, spec, saved = call.q, call.k, call.v, call.spec, Saved.of(buffer, call)
-    if plan.first_at_once(call.w, call.planned, call.most):
-        at, a = placed(q, k, v, g, *outs)
-        launch(
-            token_grads, call.bh,
-            q, k, v, g, *outs, saved.state, saved.matrix, *at, call.n, call.h, call.g, call.scale, spec.eps, ALIGN=a,
-            **call.sizes(), **call.tiles(plan.query_config, call.w),
-        )  # fmt: skip
-        return
+    """Run `loops.first` in two launches and a sum over parts of heads."""
+    saved = Saved.of(buffer, call)
     first_key_call(call, outs, saved, first_query_call(call, g, outs[0], saved))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from . import (
     split_forward_call,
 )
 from .call import Call, Outs
-from .summed import summed_backward_call, summed_forward_call, summed_ratio_call, summed_two_step_call
+from .summed import summed_backward_call, summed_forward_call
 
 
 class Path(NamedTuple):
@@ -32,9 +31,6 @@ PATHS = {
     "heads": Path(head_forward_call, head_backward_call),
     "first": Path(head_forward_call, first_heads_call),
     "summed": Path(summed_forward_call, summed_backward_call),
-    "summed_two_step": Path(summed_forward_call, summed_two_step_call),
-    "summed_ratio": Path(summed_forward_call, partial(summed_ratio_call, at_once=True)),
-    "summed_ratio_two_step": Path(summed_forward_call, partial(summed_ratio_call, at_once=False)),
     "split": Path(split_forward_call, split_backward_call),
     "first_split": Path(split_forward_call, first_backward_call),
 }

@@ -13,12 +13,12 @@ the width V (`spec.Width`).
 
 from .extent import longest, means, place, span, upto
 from .ratio import sum_ratio
-from .sums import gradient_sums, sum_gradient, sum_moments
-from .vectors import add_rows, alike, as_row, end_pairs
+from .sums import sum_gradient, sum_moments
+from .vectors import as_row, end_pairs
 from .wide import sum_divided
 from .writes import read_out, write_grads
 
 __all__ = [
-    "add_rows", "alike", "as_row", "end_pairs", "gradient_sums", "longest", "means", "place", "read_out", "span",
-    "sum_divided", "sum_gradient", "sum_moments", "sum_ratio", "upto", "write_grads",
+    "as_row", "end_pairs", "longest", "means", "place", "read_out", "span", "sum_divided", "sum_gradient",
+    "sum_moments", "sum_ratio", "upto", "write_grads",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from ..tiles import (
 from .extent import alive, longest, place, span, upto
 from .ratio import sum_ratio
 from .stores import store_tokens
-from .vectors import add_common, add_rows, alike, common_row, end_pairs, ones_tile
+from .vectors import add_common, common_row, end_pairs, ones_tile
 from .wide import divide_queries, sum_divided
 from .writes import in_units
 
@@ -94,10 +94,10 @@ def divide_grads(
 @triton.jit
 def write_keys(
     k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr, PAIRS: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of tokens lo..hi from the full dM' and dm1 (PAIRS: before `end_pairs`); row: the common part of
-    v, which cancels exactly with the same rounded weights."""
+    """Compute dk and dv of tokens lo..hi from the full dM' and dm1; row: the common part of v, which cancels exactly
+    with the same rounded weights."""
     dtype: tl.constexpr = k.dtype.element_ty
     w = scale4(dm, scale)
     w, unit = cast_weights((w, w, w, w, w), 1, dtype, F, V)
@@ -105,10 +105,7 @@ def write_keys(
     scale = scale / unit
     common = (-row[0], -row[1])
     row_k = (dm1[0] * scale, dm1[1] * scale)
-    if PAIRS:
-        row_k = end_pairs(add_rows(row_k, cast4(w, tl.float32), common), F)
-    else:
-        row_k = axpy2(row_k, 1.0, vecmat(common, cast4(w, tl.float32), V, F), F)
+    row_k = axpy2(row_k, 1.0, vecmat(common, cast4(w, tl.float32), V, F), F)
     row_k = common_row(row_k, dtype, F)
     ones = ones_tile(k, BN)
     i = tl.arange(0, BN)
@@ -140,35 +137,5 @@ def key_grads(
         at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
         at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, lo,
         upto(lo + chunk, N), load4(grads, V, F, F.D, 1), load_vec(grads + V.D * F.D, F),
-        load_vec(state + head * L.K + L.ROW, V), scale, F, V, BN, PREC, False,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def token_grads(
-    q, k, v, g, dq, dk, dv, state, matrix, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, eps, ALIGN: tl.constexpr,
-    F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """Run `query_grads` and `key_grads` of one head, with the sums in registers."""
-    pid = tl.program_id(0)
-    b, h = pid // H, pid % H
-    at, N, scale = span(N, b, pid, scale)
-    head = pid.to(tl.int64)
-    state += head * L.K
-    q = at_head(q, qs, at, h, ALIGN)
-    g = at_head(g, gs, at, h, ALIGN)
-    m = cast4(load4(matrix + head * F.D * V.D, F, V, V.D, 1), q.dtype.element_ty)
-    row = load_vec(state + L.ROW, V)
-    qn, gn = qs[1] * ALIGN, gs[1] * ALIGN
-    dm, dm1 = sum_ratio(
-        q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, 0, N, m,
-        load_vec(state + L.M1, F), row, eps, q, 1, True, F, V, BN, PREC,
-    )  # fmt: skip
-    PAIRS: tl.constexpr = alike(BN, F.D2, V.D1, V.D2)
-    if not PAIRS:
-        dm1 = end_pairs(dm1, F)
-    write_keys(
-        at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
-        at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, dm, dm1,
-        row, scale, F, V, BN, PREC, PAIRS,
+        load_vec(state + head * L.K + L.ROW, V), scale, F, V, BN, PREC,
     )  # fmt: skip

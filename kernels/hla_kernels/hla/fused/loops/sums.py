@@ -253,10 +253,10 @@ def sum_moments(
 
 
 @triton.jit
-def gradient_sums(
+def sum_gradient(
     q, g, qn, gn, lo, hi, SUMS: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr
 ):
-    """Return the sums of `sum_gradient` before `outer4_end` and `end_total`."""
+    """Return dM' [V, F] and sum g [V] over tokens lo..hi."""
     TAIL: tl.constexpr = F.D2 > 0 and V.D2 > 0 and F.D1 >= 64 and V.D1 >= 64
     dm = begin(V, F, True, False, TAIL)
     sg = begin_total(q.dtype.element_ty, BN, V, SUMS)
@@ -268,13 +268,4 @@ def gradient_sums(
         dm, sg = add_gradient(dm, sg, g + (zero + start) * gn, tq, i, gn, live, SUMS, TAIL, F, V, PREC)
         if SUMS and (F.D2 > 0 or V.D2 > 0) and q.dtype.element_ty != tl.float32:
             sg = (settled(sg[0]), sg[1])
-    return dm, sg
-
-
-@triton.jit
-def sum_gradient(
-    q, g, qn, gn, lo, hi, SUMS: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr
-):
-    """Return dM' [V, F] and sum g [V] over tokens lo..hi."""
-    dm, sg = gradient_sums(q, g, qn, gn, lo, hi, SUMS, F, V, BN, PREC)
     return end(dm, V, True), end_total(sg, q.dtype.element_ty, V, SUMS)

@@ -181,15 +181,3 @@ def end_pairs(s, W: tl.constexpr):
             s2 = tl.sum(tl.sum(s[1], 1), 0)
         out = (tl.sum(tl.sum(s[0], 1), 0), s2)
     return out
-
-
-@triton.constexpr_function
-def alike(BN, F2, V1, V2):
-    """Whether a matrix [V, F] lies as a tile of BN tokens does."""
-    return F2 == 0 and V2 == 0 and BN == V1
-
-
-@triton.jit
-def add_rows(s, m, x):
-    """Return s of `add_pairs`, and x'm more for a matrix that lies as a tile does: one exchange of threads for both."""
-    return s[0] + pairs(m[0] * x[0][:, None]), s[1]

@@ -90,7 +90,7 @@ def put(ptr, i, stride, live, x, ALONE: tl.constexpr, W: tl.constexpr):
 def write_grads(
     q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, ratio, w, unit, rows, PART: tl.constexpr,
     ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr, STAGES: tl.constexpr = None, TILED: tl.constexpr = True, mt_unit=1.0,
+    PREC: tl.constexpr, TILED: tl.constexpr = True, mt_unit=1.0,
 ):  # fmt: skip
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
     WR', WW) in units of `unit`, mt in units of `mt_unit`.
@@ -99,8 +99,7 @@ def write_grads(
     pointers then.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded).
-    STAGES: stages of the loop, if different from the kernel's. TILED: rows of a ratio are
-    products with a tile of ones.
+    TILED: rows of a ratio are products with a tile of ones.
     """
     ALONE: tl.constexpr = PART == 1 or PART >= 3
     dtype: tl.constexpr = q.dtype.element_ty
@@ -118,7 +117,7 @@ def write_grads(
     i = anew(tl.arange(0, BN), hi[0], F.D2 > 0 and ROW and ORDER == 4 and not NORM)  # nor from the pass before
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
-    for t in tl.range(tiles, num_stages=STAGES, disable_licm=HERE):
+    for t in tl.range(tiles, disable_licm=HERE):
         start = lo + (tiles - 1 - t) * BN
         j = anew(i, start, F.D2 > 0 and (ROW or ORDER == 3))
         live = alive(start + j, hi)

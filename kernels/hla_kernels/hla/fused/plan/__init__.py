@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import Spec, Width, Widths
-from .paths import PROGRAMS, cut, few_heads, narrow, plain
+from .paths import PROGRAMS, cut, narrow, plain
 
 AT_ONCE = {"DELAY": 0, "SLOTS": 1}  # of `heads.stagger`
 INVARIANT = {"on": False}
@@ -76,12 +76,6 @@ def divide_config() -> dict[str, int]:
 def in_halves(w: Width) -> Width:
     """Return 128 channels as two halves, with one in registers at a time; other widths as they are."""
     return Width(w.D, 64, 64) if w.D1 == 128 else w
-
-
-def first_at_once(w: Widths, batch_heads: int, n: int) -> bool:
-    """Whether one program runs the whole backward of a head for a ratio of first order (not at 72 channels, where it
-    spills and is not faster than two launches)."""
-    return narrow(w) and n <= 512 and not few_heads(batch_heads, n)
 
 
 def query_config(w: Widths) -> dict[str, int]:

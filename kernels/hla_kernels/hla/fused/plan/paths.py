@@ -81,24 +81,14 @@ def path(
     spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool, save: bool = True
 ) -> str:
     """The name in `launch.table.PATHS` of the forward and the backward of a call, or without `save` of a forward that
-    no backward follows; `_two_step`: the backward is weights, then tokens."""
+    no backward follows."""
     sizes = (spec, w, batch_heads, n, dtype, own)
     split = bool(saves(*sizes)) if save else not whole(*sizes)
     if spec.alone(dtype):
         return "first_split" if split else "first"
     if split:
         return "split"
-    if not halved(spec, w, dtype, own):
-        return "heads"
-    apart = spec.normalize and (cut(w) or in_two(batch_heads, n))
-    name = "summed_ratio" if apart else "summed"
-    return name if at_once(spec, w, batch_heads, n) else f"{name}_two_step"
-
-
-def in_two(batch_heads: int, n: int) -> bool:
-    """Whether the queries of long heads are summed by two programs a head, where whole heads would leave more of the
-    last round of programs without work."""
-    return n > 2048 and -(-2 * batch_heads // PROGRAMS) < 2 * -(-batch_heads // PROGRAMS)
+    return "summed" if halved(spec, w, dtype, own) else "heads"
 
 
 def too_wide(spec: Spec, w: Widths, dtype: torch.dtype) -> str | None:
@@ -113,8 +103,3 @@ def too_wide(spec: Spec, w: Widths, dtype: torch.dtype) -> str | None:
     if spec.op == "polynomial" and width > most:
         return f"polynomial of {width} features, more than {most}, has no Triton form in {dtype}"
     return None
-
-
-def at_once(spec: Spec, w: Widths, batch_heads: int, n: int) -> bool:
-    """Whether the backward after a forward of one program per head is one launch of such programs."""
-    return n <= 512 or (spec.normalize and cut(w) and spec.op == "hla3" and batch_heads >= 384)
