@@ -139,8 +139,8 @@ def test_programs_start_in_turns_where_a_launch_lasts(batch, turns):
     """The last program to start is waited for, which many others hide."""
     from tests.ops.fused.offline.gate import record
 
-    delays = [kwargs["DELAY"] for _, _, kwargs in record("hla2", PLAIN, batch, 6, 197, 64)]
-    assert [delay > 0 for delay in delays] == [turns, turns]
+    first = record("hla2", PLAIN, batch, 6, 197, 64)[0][2]
+    assert (first["DELAY"] > 0) == turns
 
 
 @pytest.mark.parametrize("options", (("hla2", None, False), ("ahla", "elu1", True)), ids=str)
