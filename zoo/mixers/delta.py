@@ -66,7 +66,7 @@ class DeltaOptions(LocalOptions):
 
     @property
     def needs_grid(self) -> bool:
-        return super().needs_grid or self.scan in ("alternate", "heads", "frame")
+        return self.has_convolution or self.scan in ("alternate", "heads", "frame")
 
 
 class DeltaMixer(Mixer):

@@ -57,9 +57,15 @@ class LocalOptions:
             raise ValueError(f"grid_dims must be 2 (image) or 3 (video), got {self.grid_dims!r}")
 
     @property
-    def needs_grid(self) -> bool:
-        """Whether the token grid is needed."""
+    def has_convolution(self) -> bool:
+        """Whether there is a depthwise convolution over the token grid."""
         return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0
+
+    @property
+    def needs_grid(self) -> bool:
+        """Whether the token grid is needed. In subclasses not super().needs_grid, of which dynamo in torch 2.11 returns
+        the property object, which is always true."""
+        return self.has_convolution
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,8 +163,7 @@ class MixerOptions(LocalOptions):
     @property
     def needs_grid(self) -> bool:
         """Whether the token grid is needed."""
-        # not super().needs_grid: dynamo returns the property object, which is always true
-        return bool(self.depthwise) or self.lepe > 0 or self.cpe > 0 or bool(self.causal)
+        return self.has_convolution or bool(self.causal)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class SoftmaxOptions(LocalOptions):
 
     @property
     def needs_grid(self) -> bool:
-        return super().needs_grid or bool(self.causal)
+        return self.has_convolution or bool(self.causal)
 
 
 class Earlier(NamedTuple):

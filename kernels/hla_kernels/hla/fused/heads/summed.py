@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..algebra import centre_rows, has, less_mean, ones_moments, scale_moments
 from ..loops import means, read_out, sum_moments
+from ..split.grads import load_weights
 from ..tiles import (
     axpy2,
     cast4,
@@ -274,7 +275,9 @@ def summed_middle(
     for name in tl.static_range(5):
         if has(name, ORDER):
             store4(weights + L[name], w[name], F, F, F.D, 1)
-    if not NORM:
+    if MEAN or CENTER > 0:
+        tl.debug_barrier()  # every thread reads what others wrote: registers hold one weight at a time
+        w = load_weights(weights, ORDER, L, F, F)
         rows_of = centre_rows(w, 1.0, sums, z, z, row_v, n, ORDER, CENTER, MEAN, F, F)
     rows += head * 3 * F.D
     for i in tl.static_range(3):

@@ -210,9 +210,7 @@ def apply_grads_call(
     launch(
         apply_grads, call.bh * parts * config["ROLES"],
         q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, *at, call.n, call.h, call.g, parts, chunk,
-        ALIGN=a, ROWS_DONE=rows_done,
-        TILED=plan.tiles_of_ones(call.spec, call.w, rows_done),
-        **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **call.sizes(), **config,
+        ALIGN=a, ROWS_DONE=rows_done, **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **call.sizes(), **config,
     )  # fmt: skip
 
 

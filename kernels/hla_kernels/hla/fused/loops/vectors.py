@@ -68,26 +68,6 @@ def common_row(x, dtype: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def row_block(ptr, D, C0: tl.constexpr, CN: tl.constexpr):
-    """Columns C0 .. C0 + CN of a vector of D elements in memory as rows 0 (its rounding) and 1 (what that left)."""
-    r = tl.arange(0, 16)[:, None]
-    c = C0 + tl.arange(0, CN)[None, :]
-    x = tl.load(ptr + r * 0 + c, mask=(r < 2) & (c < D), other=0.0)
-    high = x.to(tl.bfloat16)
-    return tl.where(r == 0, high, (x - high.to(tl.float32)).to(tl.bfloat16))
-
-
-@triton.jit
-def stored_row(ptr, W: tl.constexpr):
-    """`common_row` in bfloat16 of a vector in memory: no thread has more of it than its part of the matrix."""
-    x1 = row_block(ptr, W.D, 0, W.D1)
-    x2 = x1
-    if W.D2 > 0:
-        x2 = row_block(ptr, W.D, W.D1, W.D2)
-    return x1, x2
-
-
-@triton.jit
 def ones_tile(ptr, BN: tl.constexpr):
     """Ones [BN, 16] of the dtype of ptr, of which nothing is read. What is loaded stays in shared memory as operand A;
     a constant would be one register four times over, and ptxas 13.4 then sets only the first of four before a product.

@@ -6,7 +6,7 @@ import triton.language as tl
 from ..tiles import axpy2, load_rows, load_vec, rowmul, store_rows, trans4, zero_rows
 from .extent import alive, anew
 from .stores import get_ratio, store_tokens
-from .vectors import add_common, as_row, columns, ones_tile, reciprocal, stored_row, times_vector
+from .vectors import as_row, columns, reciprocal, times_vector
 
 
 @triton.jit
@@ -53,12 +53,10 @@ def in_units(x, unit, W: tl.constexpr):
 
 
 @triton.jit
-def add_row(x, row, ones, NORM: tl.constexpr, MATRIX: tl.constexpr, ROW: tl.constexpr, F: tl.constexpr):
-    """x + a row of F columns for every token: a MATRIX of `common_row`, or when normalised a pointer, read once a tile
-    (it holds no registers then); x alone without one."""
-    if MATRIX:
-        x = add_common(x, row, ones, F)
-    elif NORM:
+def add_row(x, row, NORM: tl.constexpr, ROW: tl.constexpr, F: tl.constexpr):
+    """x + a row of F columns for every token, when normalised a pointer, read once a tile (it holds no registers then);
+    x alone without one."""
+    if NORM:
         x = axpy2(x, 1.0, as_row(load_vec(row, F)), F)
     elif ROW:
         x = axpy2(x, 1.0, as_row(row), F)
@@ -90,7 +88,7 @@ def put(ptr, i, stride, live, x, ALONE: tl.constexpr, W: tl.constexpr):
 def write_grads(
     q, k, v, g, dq, dk, dv, qn, kn, vn, gn, dqn, dkn, dvn, lo, hi, mt, m1, ratio, w, unit, rows, PART: tl.constexpr,
     ORDER: tl.constexpr, NORM: tl.constexpr, ROW: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr, TILED: tl.constexpr = True, mt_unit=1.0,
+    PREC: tl.constexpr, mt_unit=1.0,
 ):  # fmt: skip
     """dq = read-out + k WR + q WW + v WC', dk = k WS + q WR' + v WP', dv = k WP + q WC, plus rows; w = (WP', WS, WC',
     WR', WW) in units of `unit`, mt in units of `mt_unit`.
@@ -99,21 +97,13 @@ def write_grads(
     pointers then.
 
     PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded).
-    TILED: rows of a ratio are products with a tile of ones.
     """
     ALONE: tl.constexpr = PART == 1 or PART >= 3
     dtype: tl.constexpr = q.dtype.element_ty
     APART: tl.constexpr = ORDER < 5 and F.D1 > 64 and V.D1 > 64 and dtype != tl.float32
-    MATRIX: tl.constexpr = TILED and NORM and F.D1 <= 64 and V.D1 <= 64 and dtype == tl.bfloat16
     # addresses of operands would stay in registers from turn to turn: 80 of them and more
     HERE: tl.constexpr = F.D2 > 0 and (NORM or ORDER == 5)
     row_q, row_k, row_v = rows
-    ones = q
-    if MATRIX:
-        row_q = stored_row(rows[0], F)
-        row_k = stored_row(rows[1], F)
-        row_v = stored_row(rows[2], V)
-        ones = ones_tile(q, BN)
     i = anew(tl.arange(0, BN), hi[0], F.D2 > 0 and ROW and ORDER == 4 and not NORM)  # nor from the pass before
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
@@ -133,7 +123,7 @@ def write_grads(
                 gv = rowmul(gv, tq, trans4(w[2]), F, V, PREC)
             gv = in_units(gv, unit, V)
             if not NORM:
-                gv = add_row(gv, row_v, ones, NORM, MATRIX, ROW, V)
+                gv = add_row(gv, row_v, NORM, ROW, V)
             put(dv + (zero + start) * dvn, j, dvn, live, gv, ALONE, V)
         if PART == 0 or PART == 2 or PART == 3:
             gk = zero_rows(BN, F)
@@ -143,7 +133,7 @@ def write_grads(
                 gk = add_product(gk, tk, w[1], APART and ORDER != 2, F, F, PREC)
             if ORDER == 3 or ORDER == 5:
                 gk = add_product(gk, tq, w[3], APART, F, F, PREC)
-            gk = add_row(in_units(gk, unit, F), row_k, ones, NORM, MATRIX, ROW, F)
+            gk = add_row(in_units(gk, unit, F), row_k, NORM, ROW, F)
             put(dk + (zero + start) * dkn, j, dkn, live, gk, ALONE, F)
         if PART < 2:
             gq = rowmul(zero_rows(BN, F), tg, mt, V, F, PREC)
@@ -158,5 +148,5 @@ def write_grads(
                 gq = add_product(gq, tk, trans4(w[3]), APART, F, F, PREC)
             if ORDER >= 4:
                 gq = add_product(gq, tq, w[4], APART, F, F, PREC)
-            gq = add_row(in_units(gq, unit, F), row_q, ones, NORM, MATRIX, ROW, F)
+            gq = add_row(in_units(gq, unit, F), row_q, NORM, ROW, F)
             put(dq + (zero + start) * dqn, j, dqn, live, gq, ALONE, F)

@@ -133,14 +133,6 @@ def apply_config(
     return {"BN": 64, "num_warps": warps, "num_stages": stages, "ROLES": roles, **more}
 
 
-def tiles_of_ones(spec: Spec, w: Widths, rows_done: bool) -> str:
-    """TILED of `apply_grads`: with a tile of ones dq of hla2 of one block would have two programs a multiprocessor, not
-    three; its dk and dv are faster with one where heads are short (then rows are done), without where they are long."""
-    if spec.op != "hla2" or w.F.D2 > 0:
-        return "all"
-    return "keys" if rows_done else ""
-
-
 def precisions(spec: Spec, w: Widths, dtype: torch.dtype, n: int, batch_heads: int) -> dict[str, str]:
     """Return the precision of products. PREC: products of token tiles (without "ieee" for float32 tokens only); MID:
     of D x D matrices.

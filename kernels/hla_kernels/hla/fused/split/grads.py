@@ -45,7 +45,7 @@ def read_rows(rows, F: tl.constexpr, V: tl.constexpr):
 def part_grads(
     tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, PART: tl.constexpr, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    ROWS_DONE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, TILED: tl.constexpr,
+    ROWS_DONE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of one part of the gradients and write it for tokens lo..hi."""
     ROW: tl.constexpr = MEAN or CENTER > 0
@@ -66,11 +66,10 @@ def part_grads(
         row = (axpy2(row[0], 1.0, more[0], F), axpy2(row[1], 1.0, more[1], F), axpy2(row[2], 1.0, more[2], V))
     mt, mt_unit = cast_operator(mt, tokens[0].dtype.element_ty, NORM, V, F)
     w, unit = cast_weights(w, ORDER, tokens[0].dtype.element_ty, F, V)
-    ONES: tl.constexpr = TILED == "all" or (TILED == "keys" and PART > 1)
     write_grads(
         tokens[0], tokens[1], tokens[2], tokens[3], grads[0], grads[1], grads[2], tn[0], tn[1], tn[2], tn[3], gn[0],
         gn[1], gn[2], lo, hi, mt, m1, ratio, w, unit, row, PART, ORDER, NORM, ROW, F,
-        V, BN, PREC, TILED=ONES, mt_unit=mt_unit,
+        V, BN, PREC, mt_unit=mt_unit,
     )  # fmt: skip
 
 
@@ -79,14 +78,13 @@ def apply_grads(
     q, k, v, g, dq, dk, dv, state, matrix, ratio, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr,
     F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,
-    TILED: tl.constexpr, PREC: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk, dv of one part of one head from the weights [B * H, KW] of `middle_grads` and rows
     [B * H, 2 F + V].
 
     ROLES = 2: neighbouring programs write dq, and dk with dv, so that each holds half of the weights. ROLES = 3:
-    separate programs for dq, dk and dv. ROWS_DONE: the rows are centred already. TILED: gradients whose rows
-    `write_grads` adds by a tile of ones: "all", dk and dv ("keys") or none ("").
+    separate programs for dq, dk and dv. ROWS_DONE: the rows are centred already.
     """
     b, h, part = place(H, PARTS, ROLES)
     most = longest(N)
@@ -110,20 +108,20 @@ def apply_grads(
     if ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN,
-            F, V, L, ROWS_DONE, BN, PREC, TILED,
+            F, V, L, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 1, ORDER, NORM,
-            CENTER, MEAN, F, V, L, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, F, V, L, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, ROLES, ORDER, NORM,
-            CENTER, MEAN, F, V, L, ROWS_DONE, BN, PREC, TILED,
+            CENTER, MEAN, F, V, L, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     else:
         part_grads(
             tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN,
-            F, V, L, ROWS_DONE, BN, PREC, TILED,
+            F, V, L, ROWS_DONE, BN, PREC,
         )  # fmt: skip
