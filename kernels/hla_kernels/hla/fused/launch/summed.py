@@ -71,6 +71,6 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     rows = call.buffer(call.bh, 3 * call.lay.fd)
     launch(
         summed_middle, call.bh, kept.vectors, kept.factors, kept.units, grads, half_room(call, 3), weights, rows,
-        call.n, call.scale, KR=3 * area(call), **summed_widths(call), **sums.MIDDLE,
+        call.n, call.scale, KR=3 * area(call), **summed_widths(call), **sums.middle_config(call.spec, call.w),
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, ratio, weights, rows, True)

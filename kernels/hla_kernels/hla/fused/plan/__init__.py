@@ -57,9 +57,7 @@ def readout_config(spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
     """Return the tiles of `reduce_readout`."""
     if not spec.normalize or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
-    if spec.op == "polynomial" and w.F.D2 > 0:
-        return query_config(w) | {"BN": 32}
-    return query_config(w)
+    return query_config(w) | ({"BN": 32} if cut(w) else {})
 
 
 def divides(spec: Spec, w: Widths, dtype: torch.dtype) -> bool:
