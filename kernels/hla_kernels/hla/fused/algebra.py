@@ -113,16 +113,6 @@ def affine(out, m1, sums, a, n, F: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def eye_of(a):
-    """Return the identity in the blocks of a square matrix a (zero off the diagonal blocks)."""
-    i = tl.arange(0, a[0].shape[0])
-    j = tl.arange(0, a[3].shape[0])
-    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    two = tl.where(j[:, None] == j[None, :], 1.0, 0.0)
-    return one, a[1] * 0.0, a[2] * 0.0, two
-
-
-@triton.jit
 def largest(a, A: tl.constexpr, B: tl.constexpr):
     """Return the largest |a|."""
     x = tl.max(tl.abs(a[0]))

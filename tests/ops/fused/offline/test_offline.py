@@ -134,15 +134,6 @@ def test_many_heads_have_one_launch_forward_and_three_backward(op, options):
     assert kernels == ["summed_forward", "reduce_readout", "summed_middle", "apply_grads"]
 
 
-@pytest.mark.parametrize(("batch", "turns"), ((256, True), (64, False)))
-def test_programs_start_in_turns_where_a_launch_lasts(batch, turns):
-    """The last program to start is waited for, which many others hide."""
-    from tests.ops.fused.offline.gate import record
-
-    first = record("hla2", PLAIN, batch, 6, 197, 64)[0][2]
-    assert (first["DELAY"] > 0) == turns
-
-
 @pytest.mark.parametrize("options", (("hla2", None, False), ("ahla", "elu1", True)), ids=str)
 def test_what_is_saved_has_a_size_for_every_number_of_tokens(options):
     """One exported program for all sides of the choice of a path: sizes are formulas of B and N, not branches."""

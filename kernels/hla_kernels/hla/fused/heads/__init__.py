@@ -16,7 +16,6 @@ from ..tiles import scale4, store4, store_vec, trans4, zeros2
 NO_SPECIALIZE = [
     "qs", "ks", "vs", "os", "gs", "fqs", "fks", "dqs", "dks", "dvs", "N", "H", "G", "chunk", "scale", "eps",
 ]  # fmt: skip
-MULTIPROCESSORS = tl.constexpr(132)
 
 
 @triton.jit
@@ -47,18 +46,6 @@ def own_head(pid, N, H, scale):
     h = pid % H
     at, N, scale = span(N, pid // H, pid, scale)
     return head, h, at, N, scale
-
-
-@triton.jit
-def stagger(pid, DELAY: tl.constexpr, SLOTS: tl.constexpr):
-    """The first programs of a multiprocessor, SLOTS, begin DELAY nanoseconds apart. Programs that begin together stay
-    together: memory waits while all of them multiply matrices, then all of them wait for memory."""
-    if DELAY > 0:
-        slot = pid // MULTIPROCESSORS
-        if slot < SLOTS:
-            tl.inline_asm_elementwise(
-                "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [slot * DELAY], dtype=tl.int32, is_pure=False, pack=1
-            )
 
 
 @triton.jit

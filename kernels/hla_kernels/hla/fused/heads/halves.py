@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import largest
-from ..tiles import cast4, load_block, power_of_two, scale4, store_block, trans4
+from ..tiles import cast4, load4, power_of_two, scale4, store4, trans4
 
 
 @triton.jit
@@ -46,37 +46,12 @@ def factors_of(m, ORDER: tl.constexpr):
 
 
 @triton.jit
-def put_matrix(to, a, W: tl.constexpr):
-    """Write a square matrix of D1 + D2 rows: whole sectors of memory."""
-    N: tl.constexpr = W.D1 + W.D2
-    store_block(to, a[0], 0, W.D1, 0, W.D1, N, N, N, 1)
-    if W.D2 > 0:
-        store_block(to, a[1], 0, W.D1, W.D1, W.D2, N, N, N, 1)
-        store_block(to, a[2], W.D1, W.D2, 0, W.D1, N, N, N, 1)
-        store_block(to, a[3], W.D1, W.D2, W.D1, W.D2, N, N, N, 1)
-
-
-@triton.jit
-def get_matrix(at, W: tl.constexpr):
-    """Inverse of `put_matrix`."""
-    N: tl.constexpr = W.D1 + W.D2
-    m11 = load_block(at, 0, W.D1, 0, W.D1, N, N, N, 1)
-    out = (m11, m11, m11, m11)
-    if W.D2 > 0:
-        m12 = load_block(at, 0, W.D1, W.D1, W.D2, N, N, N, 1)
-        m21 = load_block(at, W.D1, W.D2, 0, W.D1, N, N, N, 1)
-        out = (m11, m12, m21, load_block(at, W.D1, W.D2, W.D1, W.D2, N, N, N, 1))
-    return out
-
-
-@triton.jit
-def put_factors(to, units, m, u, ORDER: tl.constexpr, W: tl.constexpr):
-    """Write factors [2 or 3, D1 + D2, D1 + D2] and three units."""
-    AREA: tl.constexpr = (W.D1 + W.D2) * (W.D1 + W.D2)
-    put_matrix(to, m[0], W)
-    put_matrix(to + AREA, m[1], W)
+def put_factors(to, units, m, u, ORDER: tl.constexpr, P: tl.constexpr):
+    """Write factors [2 or 3, P, P] of the padded width P (whole sectors of memory) and three units."""
+    store4(to, m[0], P, P, P.D, 1)
+    store4(to + P.D * P.D, m[1], P, P, P.D, 1)
     if ORDER == 4:
-        put_matrix(to + 2 * AREA, m[2], W)
+        store4(to + 2 * P.D * P.D, m[2], P, P, P.D, 1)
     put_three(units, u)
 
 
@@ -89,24 +64,23 @@ def put_three(units, u):
 
 
 @triton.jit
-def get_factors(at, units, ORDER: tl.constexpr, W: tl.constexpr):
+def get_factors(at, units, ORDER: tl.constexpr, P: tl.constexpr):
     """Inverse of `put_factors`."""
-    AREA: tl.constexpr = (W.D1 + W.D2) * (W.D1 + W.D2)
-    x = get_matrix(at, W)
-    y = get_matrix(at + AREA, W)
+    x = load4(at, P, P, P.D, 1)
+    y = load4(at + P.D * P.D, P, P, P.D, 1)
     z = y
     if ORDER == 4:
-        z = get_matrix(at + 2 * AREA, W)
+        z = load4(at + 2 * P.D * P.D, P, P, P.D, 1)
     return (x, y, z), (tl.load(units), tl.load(units + 1), tl.load(units + 2))
 
 
 @triton.jit
-def again(at, a, W: tl.constexpr):
+def again(at, a, P: tl.constexpr):
     """Return a matrix as a float16 factor by way of memory, so that tensor cores do not read it from registers (the
     assembler of Triton 3.6 is known to corrupt such operands)."""
-    put_matrix(at, cast4(a, tl.float16), W)
+    store4(at, cast4(a, tl.float16), P, P, P.D, 1)
     tl.debug_barrier()  # every thread reads what others wrote
-    return get_matrix(at, W)
+    return load4(at, P, P, P.D, 1)
 
 
 @triton.jit

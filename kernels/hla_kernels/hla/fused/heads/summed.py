@@ -25,7 +25,7 @@ from ..tiles import (
     vecmat,
     zeros2,
 )
-from . import NO_SPECIALIZE, at_head, of_head, own_head, stagger
+from . import NO_SPECIALIZE, at_head, of_head, own_head
 from .halves import (
     again,
     factors_of,
@@ -34,10 +34,15 @@ from .halves import (
     half_operator,
     half_weight,
     put_factors,
-    put_matrix,
     put_three,
     times,
 )
+
+
+@triton.constexpr_function
+def factor_count(order):
+    """Return the number of moments that an order multiplies."""
+    return {1: 0, 4: 3}.get(order, 2)
 
 
 @triton.jit
@@ -91,14 +96,12 @@ def sum_rows(a, A: tl.constexpr, B: tl.constexpr):
 def summed_forward(
     q, k, v, o, vectors, matrix, factors, units, qs, ks, vs, os, N, H, scale, eps, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
-    KF: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, DELAY: tl.constexpr, SLOTS: tl.constexpr,
-    PREC: tl.constexpr,
+    P: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o of one head. SAVE: its sums, if there are any (NORM: m1 and mean value too), at vectors [B * H, K], its
-    factors [B * H, KF] and units [B * H, 4], and M [B * H, D, D]."""
+    factors [B * H, 2 or 3, P, P] and units [B * H, 4], and M [B * H, D, D]."""
     SUMMED: tl.constexpr = NORM or MEAN or CENTER > 0
     pid = tl.program_id(0)
-    stagger(pid, DELAY, SLOTS)
     head, h, at, N, scale = own_head(pid, N, H, scale)
     q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
     n = N[1]
@@ -126,24 +129,23 @@ def summed_forward(
     else:
         # one in float32 at a time: what is not read of a call is not computed; then through memory, whence tensor cores
         # get factors without registers
-        AREA: tl.constexpr = (F.D1 + F.D2) * (F.D1 + F.D2)
         x, y, z = factors_of(m, ORDER)
         if ORDER > 1:
-            factors += head * KF
+            factors += head * factor_count(ORDER) * P.D * P.D
             units += head * 4
             x, ux = half(x, F, F)
-            put_matrix(factors, x, F)
+            store4(factors, x, P, P, P.D, 1)
             if NORM and ORDER < 4:
                 m1 = ones_through(y, p1, q1, ORDER, F)
             y, uy = half(y, F, F)
-            put_matrix(factors + AREA, y, F)
+            store4(factors + P.D * P.D, y, P, P, P.D, 1)
             uz = uy
             if ORDER == 4:
                 z, uz = half(z, F, F)
-                put_matrix(factors + 2 * AREA, z, F)
+                store4(factors + 2 * P.D * P.D, z, P, P, P.D, 1)
             put_three(units, (ux, uy, uz))
             tl.debug_barrier()  # every thread reads what others wrote
-            factor, _ = get_factors(factors, units, ORDER, F)
+            factor, _ = get_factors(factors, units, ORDER, P)
             u = (ux, uy, uz)
             t = factor[1]
     if ORDER == 4:
@@ -162,7 +164,7 @@ def summed_forward(
         out = trans4(cast4(mt, q.dtype.element_ty))
     if SAVE:
         if ORDER > 1 and HERE:
-            put_factors(factors + head * KF, units + head * 4, factor, u, ORDER, F)
+            put_factors(factors + head * factor_count(ORDER) * P.D * P.D, units + head * 4, factor, u, ORDER, P)
         if NORM:
             store_vec(vectors + L.M1, m1, F)
             store_vec(vectors + L.ROW, row, F)
@@ -223,18 +225,16 @@ def weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype: tl.constexpr, NO
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def summed_middle(
     vectors, factors, units, grads, room, weights, rows, N, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, KF: tl.constexpr, KR: tl.constexpr,
+    CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights [B * H, KW] of one head, as far as the order has them (`algebra.weights`), and the rows of
-    dq, dk, dv [B * H, 3 D], from the sums [B * H, KG] of `split.reduce_readout`. room [B * H, KR]: for three matrices.
-    """
-    AREA: tl.constexpr = (F.D1 + F.D2) * (F.D1 + F.D2)
+    dq, dk, dv [B * H, 3 D], from the sums [B * H, KG] of `split.reduce_readout`. room: for three matrices [P, P]."""
     dtype: tl.constexpr = weights.dtype.element_ty
     head = tl.program_id(0).to(tl.int64)
     n, scale = means(N, head, scale)
     vectors += head * L.K
     grads += head * L.KG
-    room += head * KR
+    room += head * 3 * P.D * P.D
     weights += head * L.KW
     z = zeros2(F)
     sums = (z, z, z)
@@ -256,21 +256,21 @@ def summed_middle(
         w = (w1, w1, w1, w1, w1)
     else:
         dm, unit = half(dm, F, F)
-        dm = again(room, dm, F)
-        m, u = get_factors(factors + head * KF, units + head * 4, ORDER, F)
+        dm = again(room, dm, P)
+        m, u = get_factors(factors + head * factor_count(ORDER) * P.D * P.D, units + head * 4, ORDER, P)
         s = scale * unit
     if ORDER == 2:
         w, rows_of = weights2(m, u, m[1], dm, s, scale, ones, one, mean, dtype, NORM, F)
     elif ORDER == 3:
         w, rows_of = weights3(m, u, m[1], dm, s, scale, ones, one, mean, dtype, NORM, F)
     elif ORDER == 4:
-        t = again(room + AREA, times(m[1], m[2], F, F, F), F)
+        t = again(room + P.D * P.D, times(m[1], m[2], F, F, F), P)
         pd = times(m[0], dm, F, F, F)
         more = 1.0
         if NORM:
             pd, more = half(rank1(scale4(pd, u[0] * unit), ones, one, F, F), F, F)
             more = more / (u[0] * unit)
-        pd = again(room + 2 * AREA, pd, F)
+        pd = again(room + 2 * P.D * P.D, pd, P)
         w, rows_of = weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype, NORM, F)
     for name in tl.static_range(5):
         if has(name, ORDER):

@@ -29,7 +29,7 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     launch(
         head_forward, call.bh,
         q, k, v, o, *to, *at, call.n, call.h, call.g, call.scale, spec.eps, ALIGN=a, SAVE=save,
-        **call.pick("NORM"), **call.sizes(), **call.tiles(plan.head_config, "forward", spec, call.w, q.dtype),
+        **call.pick("NORM"), **call.sizes(), **plan.head_config("forward", spec, call.w, q.dtype),
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None
     launch(
         head_backward, call.bh,
         q, k, v, g, *outs, *at, call.n, call.h, call.g, call.scale, ALIGN=a, **sizes,
-        **call.tiles(plan.head_config, "backward", call.spec, call.w, q.dtype),
+        **plan.head_config("backward", call.spec, call.w, q.dtype),
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def reduce_call(call: Call, out: Tensor | None, final: bool) -> tuple[Tensor | N
     """Compute the sums of parts of heads. Return the parts and their number; a single part is `out`, scaled and centred
     if `final`."""
     q, k, v, spec = call.q, call.k, call.v, call.spec
-    config = call.tiles(plan.reduce_config, spec, call.w, q.dtype)
+    config = plan.reduce_config(spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     partial = out if parts == 1 else call.buffer(parts, call.bh, call.lay.K)
     at, a = placed(q, k, v)
@@ -116,7 +116,7 @@ def room_of(call: Call) -> Tensor:
 def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
     """Compute o from the operators in one launch."""
     q = call.q
-    config = call.tiles(plan.apply_config, "forward", call.spec, call.w, q.dtype)
+    config = plan.apply_config("forward", call.spec, call.w, q.dtype)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     at, a = placed(q, o)
     launch(
@@ -132,7 +132,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
     twice = plan.divides(call.spec, call.w, q.dtype)
     if ratio is not None and twice:
         divide(call, g, saved, ratio, None)
-    config = call.tiles(plan.readout_config, call.spec, call.w, q.dtype)
+    config = plan.readout_config(call.spec, call.w, q.dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, g)
     grads = call.buffer(call.bh, lay.KG)
@@ -203,7 +203,7 @@ def apply_grads_call(
 ) -> None:
     """Compute dq, dk, dv from the weights of every head in one launch."""
     q, k, v = call.q, call.k, call.v
-    config = call.tiles(plan.apply_config, "backward", call.spec, call.w, q.dtype, call.g > 1)
+    config = plan.apply_config("backward", call.spec, call.w, q.dtype, call.g > 1)
     long = paths.cut(call.w) and call.spec.op == "polynomial"
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], long)
     at, a = placed(q, k, v, g, *outs)
@@ -217,7 +217,7 @@ def apply_grads_call(
 def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:
     """Fill `ratio`, and dq of first order, in a separate launch."""
     q = call.q
-    config = call.tiles(plan.divide_config)
+    config = plan.divide_config()
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     to = q if dq is None else dq
     at, a = placed(q, g, to)
@@ -246,7 +246,7 @@ def first_query_call(call: Call, g: Tensor, dq: Tensor, saved: Saved) -> Tensor:
     ratio = call.ratio() if plan.divides(spec, call.w, q.dtype) else None
     if ratio is not None:
         divide(call, g, saved, ratio, dq)
-    config = call.tiles(plan.query_config, call.w)
+    config = plan.query_config(call.w)
     parts, chunk = plan.query_parts(call.planned, call.most, config["BN"])
     at, a = placed(q, g, dq)
     grads = call.buffer(call.bh, length)
@@ -263,7 +263,7 @@ def first_query_call(call: Call, g: Tensor, dq: Tensor, saved: Saved) -> Tensor:
 def first_key_call(call: Call, outs: Outs, saved: Saved, grads: Tensor) -> None:
     """Compute dk and dv of a ratio of first order."""
     k, v = call.k, call.v
-    config = call.tiles(plan.key_config, call.w)
+    config = plan.key_config(call.w)
     parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
     at, a = placed(k, v, *outs[1:])
     launch(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,15 +70,6 @@ class Call:
         """Whether every token is real and every head has its own keys."""
         return self.seqs.mask is None and self.seqs.cu_seqlens is None and self.g == 1
 
-    def tiles(self, entry: Callable[..., dict[str, int]], *args: Any) -> dict[str, int]:
-        """Return tiles, warps and stages of a kernel, `entry(*args)` of the static table. Starts of programs are
-        staggered (`heads.stagger`) if a launch lasts long enough. On a CPU, where the interpreter does not support
-        inline assembly, there is no stagger."""
-        config = entry(*args)
-        if "DELAY" in config and not (self.q.device.type != "cpu" and plan.lasts(self.bh, self.most)):
-            config = {**config, **plan.AT_ONCE}
-        return config
-
     def pick(self, *names: str) -> dict:
         """Return some of the flags."""
         return {name: self.flags[name] for name in names}
@@ -91,7 +81,7 @@ class Call:
     def middle_sizes(self, kernel: str) -> dict:
         """Constexpr of the D x D kernels of `plan.middle_config`."""
         lay, mid = self.lay, self.prec["MID"]
-        config = self.tiles(plan.middle_config, kernel, self.spec, self.w, max(lay.fd, lay.dv), self.planned, mid)
+        config = plan.middle_config(kernel, self.spec, self.w, max(lay.fd, lay.dv), self.planned, mid)
         return {**self.w._asdict(), "L": lay, "MID": mid, **config}
 
     def ratio(self) -> Tensor | None:
@@ -107,13 +97,3 @@ def placed(*tensors: Tensor | None) -> tuple[tuple[tuple[int, int, int], ...], i
     """Return the strides of each tensor (zeros for None) in units of the common alignment, and the alignment."""
     a = alignment(*(x for x in tensors if x is not None))
     return tuple((0, 0, 0) if x is None else strides(x, a) for x in tensors), a
-
-
-def area(call: Call) -> int:
-    """Return the number of elements of a padded matrix."""
-    return call.w.F.padded ** 2
-
-
-def half_room(call: Call, matrices: int) -> Tensor:
-    """Allocate float16 matrices for every head."""
-    return call.buffer(call.bh, matrices * area(call), dtype=torch.float16)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ....dispatch.recording import launch
-from .. import plan
 from ..heads.summed import summed_forward, summed_middle
 from ..plan import sums
 from . import apply_grads_call, readout_grad
-from .call import Call, Outs, Saved, area, half_room, placed
+from .call import Call, Outs, Saved, placed
 
 
 class Kept(NamedTuple):
@@ -28,7 +27,7 @@ class Kept(NamedTuple):
         """Split a buffer of `plan.sums.kept_floats`."""
         lay, size, dtype = call.lay.vectors(), call.lay.fd * call.lay.dv, call.q.dtype
         room = lay.matrix_floats(dtype.itemsize)
-        lengths = [call.bh * x for x in (4, lay.K, room, plan.factors(call.spec) * area(call) // 2)]
+        lengths = [call.bh * x for x in (4, lay.K, room, sums.factors(call.spec) * call.w.F.padded**2 // 2)]
         units, vectors, matrix, factors = buffer[: sum(lengths)].split(lengths)
         matrix = matrix.view(dtype)[: call.bh * size].view(call.bh, lay.fd, lay.dv)
         return cls(vectors, matrix, factors.view(torch.float16), units)
@@ -39,14 +38,14 @@ class Kept(NamedTuple):
         otherwise o as a placeholder."""
         if call.w.F.D2 == 0 or not call.spec.normalize:
             return cls(o, o, o, o)
-        factors = call.buffer(call.bh, plan.factors(call.spec) * area(call), dtype=torch.float16)
+        factors = call.buffer(call.bh, sums.factors(call.spec), call.w.F.padded**2, dtype=torch.float16)
         return cls(o, o, factors, call.buffer(call.bh, 4))
 
 
 def summed_widths(call: Call) -> dict:
-    """Return the constexpr widths of the kernels of `heads.summed`."""
-    kept = {"L": call.lay.vectors(), "KF": plan.factors(call.spec) * area(call)}
-    return {"F": call.w.F, **kept, **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
+    """Return the constexpr widths of the kernels of `heads.summed`; P: the padded width of its matrices."""
+    padded = call.w.F._replace(D=call.w.F.padded)
+    return {"F": call.w.F, "P": padded, "L": call.lay.vectors(), **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
 
 
 def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
@@ -57,7 +56,7 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     at, a = placed(q, k, v, o)
     launch(
         summed_forward, call.bh, q, k, v, o, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a, SAVE=save,
-        PREC=call.prec["PREC"], **summed_widths(call), **call.tiles(sums.forward_config, call.spec, call.w, call.most),
+        PREC=call.prec["PREC"], **summed_widths(call), **sums.forward_config(call.spec, call.w),
     )  # fmt: skip
 
 
@@ -69,8 +68,9 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     grads = readout_grad(call, g, of, ratio)
     weights = call.buffer(call.bh, call.lay.KW, dtype=call.weights_dtype)
     rows = call.buffer(call.bh, 3 * call.lay.fd)
+    room = call.buffer(call.bh, 3, call.w.F.padded**2, dtype=torch.float16)
     launch(
-        summed_middle, call.bh, kept.vectors, kept.factors, kept.units, grads, half_room(call, 3), weights, rows,
-        call.n, call.scale, KR=3 * area(call), **summed_widths(call), **sums.middle_config(call.spec, call.w),
+        summed_middle, call.bh, kept.vectors, kept.factors, kept.units, grads, room, weights, rows, call.n,
+        call.scale, **summed_widths(call), **sums.middle_config(call.spec, call.w),
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, ratio, weights, rows, True)

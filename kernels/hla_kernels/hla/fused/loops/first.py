@@ -91,15 +91,27 @@ def divide_grads(
     )  # fmt: skip
 
 
-@triton.jit
-def write_keys(
-    k, v, dk, dv, kn, vn, dkn, dvn, lo, hi, dm, dm1, row, scale, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
-    PREC: tl.constexpr,
+@triton.jit(do_not_specialize=NO_SPECIALIZE)
+def key_grads(
+    k, v, dk, dv, state, grads, ks, vs, dks, dvs, N, H, G, PARTS, chunk, scale, ALIGN: tl.constexpr, F: tl.constexpr,
+    V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of tokens lo..hi from the full dM' and dm1; row: the common part of v, which cancels exactly
-    with the same rounded weights."""
+    """Compute dk and dv of one part of one head from the summed dM' and dm1 of `query_grads`. The common part of v
+    cancels exactly with the same rounded weights."""
+    b, h, part = place(H, PARTS)
+    at, N, scale = span(N, b, b * H + h, scale)
+    head = (b * H + h).to(tl.int64)
+    lo = part * chunk
+    grads += head * (V.D * F.D + F.D)
+    hi = upto(lo + chunk, N)
+    k, kn = at_head(k, ks, at, h // G, ALIGN), ks[1] * ALIGN
+    v, vn = at_head(v, vs, at, h // G, ALIGN), vs[1] * ALIGN
+    dk, dkn = at_head(dk, dks, at, h, ALIGN), dks[1] * ALIGN
+    dv, dvn = at_head(dv, dvs, at, h, ALIGN), dvs[1] * ALIGN
+    row = load_vec(state + head * L.K + L.ROW, V)
+    dm1 = load_vec(grads + V.D * F.D, F)
     dtype: tl.constexpr = k.dtype.element_ty
-    w = scale4(dm, scale)
+    w = scale4(load4(grads, V, F, F.D, 1), scale)
     w, unit = cast_weights((w, w, w, w, w), 1, dtype, F, V)
     w = w[0]
     scale = scale / unit
@@ -120,22 +132,3 @@ def write_keys(
         store_tokens(dv + (zero + start) * dvn, i, dvn, live, gv, V)
         gk = rowmul(add_common(zero_rows(BN, F), row_k, ones, F), tv, w, V, F, PREC)
         store_tokens(dk + (zero + start) * dkn, i, dkn, live, in_units(gk, unit, F), F)
-
-
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
-def key_grads(
-    k, v, dk, dv, state, grads, ks, vs, dks, dvs, N, H, G, PARTS, chunk, scale, ALIGN: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """Compute dk and dv of one part of one head from the summed dM' and dm1 of `query_grads`."""
-    b, h, part = place(H, PARTS)
-    at, N, scale = span(N, b, b * H + h, scale)
-    head = (b * H + h).to(tl.int64)
-    lo = part * chunk
-    grads += head * (V.D * F.D + F.D)
-    write_keys(
-        at_head(k, ks, at, h // G, ALIGN), at_head(v, vs, at, h // G, ALIGN), at_head(dk, dks, at, h, ALIGN),
-        at_head(dv, dvs, at, h, ALIGN), ks[1] * ALIGN, vs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, lo,
-        upto(lo + chunk, N), load4(grads, V, F, F.D, 1), load_vec(grads + V.D * F.D, F),
-        load_vec(state + head * L.K + L.ROW, V), scale, F, V, BN, PREC,
-    )  # fmt: skip

@@ -12,6 +12,7 @@ from .ratio import (
     end_outer,
     pull,
     query_gradient,
+    readout_columns,
     total_of,
 )
 from .stores import get_ratio, put_ratio, store_tokens
@@ -28,8 +29,7 @@ def divide_queries(
     first order too. m1 is a pointer: read once a tile it holds no registers."""
     vector = load_vec(m1, F)
     dtype: tl.constexpr = q.dtype.element_ty
-    mt = trans4(m)
-    cols = columns((-eps * row[0], -eps * row[1]), dtype, V)
+    mt, cols = readout_columns(trans4(m), (-eps * row[0], -eps * row[1]), dtype, F, V)
     ones = columns(vector, dtype, F)  # of v = 1; a product too, because loads that no product reads are not pipelined
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
@@ -39,7 +39,7 @@ def divide_queries(
         tq = load_rows(q + (zero + start) * qn, i, qn, live, F, False)
         den = times_vector(tq, ones, F) + eps
         f = (tq[0].to(tl.float32), tq[1].to(tl.float32))
-        _, r, y = against(f, pull(tg, mt, cols, F, V, PREC), F)
+        _, r, y = against(f, pull(tg, mt, cols, F, V, PREC), dtype, F)
         inverse = reciprocal(den, live, dtype)
         d = -y * inverse
         put_ratio(ratio, start + i, live, inverse, d * inverse)

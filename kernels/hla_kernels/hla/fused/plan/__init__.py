@@ -7,7 +7,6 @@ import torch
 from ..spec import Spec, Width, Widths
 from .paths import PROGRAMS, cut, narrow, plain
 
-AT_ONCE = {"DELAY": 0, "SLOTS": 1}  # of `heads.stagger`
 INVARIANT = {"on": False}
 
 
@@ -57,7 +56,7 @@ def readout_config(spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
     """Return the tiles of `reduce_readout`."""
     if not spec.normalize or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
-    return query_config(w) | ({"BN": 32} if cut(w) else {})
+    return query_config(w) | ({"BN": 32} if spec.op == "polynomial" and cut(w) else {})
 
 
 def divides(spec: Spec, w: Widths, dtype: torch.dtype) -> bool:
@@ -199,18 +198,3 @@ def apply_parts(w: Widths, batch_heads: int, n: int, bn: int, long: bool = False
     most = (4 if total == 4 else 3) if half and not long else 16 if max(w.F.D1, w.V.D1) > 64 else 8
     tiles = max(1, min(most, (batch_heads * total + 2 * PROGRAMS * half) // (4 * PROGRAMS)))
     return -(-n // (tiles * bn)), tiles * bn
-
-
-def factors(spec: Spec) -> int:
-    """Return the number of float16 moments whose product is the operator."""
-    return {"linear_attention": 0, "hla3": 3}.get(spec.op, 2)
-
-
-def factor_floats(spec: Spec, w: Widths) -> int:
-    """Return the float32 numbers per head of float16 factors and their units (`heads.summed`)."""
-    return factors(spec) * w.F.padded ** 2 // 2 + 4
-
-
-def lasts(batch_heads: int, n: int) -> bool:
-    """Whether one program per head takes about 50 us or more on an H200; staggered starts are then free."""
-    return batch_heads * n >= 2**18

@@ -25,37 +25,20 @@ def plain(spec: Spec) -> bool:
 
 
 def halved(spec: Spec, w: Widths, dtype: torch.dtype, own: bool) -> bool:
-    """Whether a call with many heads uses `heads.summed`, with float16 factors (`heads.halves`) whose
-    products fit in registers and whose results are rounded to bfloat16. own: no padding, and one key head per query
-    head. Only combinations tested on a GPU: assemblers are prone to errors in kernels that fill the registers."""
+    """Whether a call with many heads uses `heads.summed`: higher orders, plain or as a ratio, and centred keys, with
+    float16 factors (`heads.halves`) whose products fit in registers and whose results are rounded to bfloat16. own: no
+    padding, and one key head per query head. Only combinations tested on a GPU: assemblers are prone to errors in
+    kernels that fill the registers."""
     fits = w.F.D == w.V.D and w.F.D in (64, 72)
     higher = spec.op in ("hla2", "ahla", "hla3")
-    form = (higher and plain(spec)) or (summed(spec) and (higher or not spec.normalize))
+    centred = spec.center == "k" and not spec.normalize and (higher or spec.op == "linear_attention")
+    form = centred or (higher and spec.center is None and not spec.mean_path)
     return own and fits and form and spec.ridge == 0 and dtype == torch.bfloat16
 
 
-def summed(spec: Spec) -> bool:
-    """Whether a call has the form of `heads.summed`: a ratio of higher order, or centred keys."""
-    if spec.normalize:
-        return spec.op in ("hla2", "ahla", "hla3") and spec.center is None and not spec.mean_path
-    return spec.op != "polynomial" and centred_keys(spec)
-
-
-def centred_keys(spec: Spec) -> bool:
-    """Whether keys are centred, without other options."""
-    return not spec.normalize and spec.center == "k"
-
-
-def few_heads(batch_heads: int, n: int) -> int | torch.SymInt:
-    """Return 1 if one program per head does not fill the GPU, else 0."""
-    return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 2049))
-
-
-def few_halved(w: Widths, batch_heads: int, n: int) -> int | torch.SymInt:
-    """Return `few_heads` for the forms of `halved`; heads of 64 channels may be longer if there are about three per
-    multiprocessor. Only combinations tested on a GPU."""
-    longer = torch.sym_min(1, batch_heads // 384) * (1 - torch.sym_min(1, n // 4609)) if narrow(w) else 0
-    return few_heads(batch_heads, n) * (1 - longer)
+def few_heads(batch_heads: int, n: int, most: int = 2048) -> int | torch.SymInt:
+    """Return 1 if one program per head, with at most so many tokens, does not fill the GPU, else 0."""
+    return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // (most + 1)))
 
 
 def saves(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
@@ -63,12 +46,9 @@ def saves(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, o
     branch on sizes, which may be symbolic while compiling."""
     small = narrow(w) or cut(w)
     if spec.op == "linear_attention" and plain(spec) and small:
-        return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // 513))
-    if spec.alone(dtype) and small:
-        return few_heads(batch_heads, n)
-    if halved(spec, w, dtype, own):
-        return few_halved(w, batch_heads, n)
-    return 1
+        return few_heads(batch_heads, n, 512)
+    own_path = (spec.alone(dtype) and small) or halved(spec, w, dtype, own)
+    return few_heads(batch_heads, n) if own_path else 1
 
 
 def whole(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
