@@ -9,9 +9,9 @@ The kernels take features: relu and elu1 are evaluated before them, and saved fo
 tokens (`features.mapped`).
 
 Reading order: spec (flags and widths), tiles (basic functions), loops (passes over tokens), algebra (D x D),
-heads (heads.summed: higher orders, ratios, centred keys), split,
-middle, plan (static table; plan.paths: choice of the path), launch (launch.table: functions per path). Equations are
-in `hla_kernels.hla`. The first call of `forward` or `backward` imports Triton; `why_not` does not.
+heads (first order; heads.summed: higher orders, centred keys; their backward runs the kernels of split), split, middle,
+plan (static table; plan.paths: choice of the path), launch (launch.table: functions per path). Equations are in
+`hla_kernels.hla`. The first call of `forward` or `backward` imports Triton; `why_not` does not.
 """
 
 from __future__ import annotations

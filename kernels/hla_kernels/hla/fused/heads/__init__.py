@@ -27,28 +27,6 @@ def at_head(ptr, strides, at, h, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def of_head(ptrs, strides, at, h, ALIGN: tl.constexpr):
-    """`at_head` of each of some tensors, then the elements from one token to the next in each."""
-    heads = ()
-    steps = ()
-    for i in tl.static_range(len(ptrs)):
-        heads += (at_head(ptrs[i], strides[i], at, h, ALIGN),)  # type: ignore[assignment]
-    for i in tl.static_range(len(ptrs)):
-        steps += (strides[i][1] * ALIGN,)  # type: ignore[assignment]
-    return heads + steps
-
-
-@triton.jit
-def own_head(pid, N, H, scale):
-    """What program pid of as many as there are heads works on: the head of all and the one of its sample, and `span`'s
-    place, tokens and scale."""
-    head = pid.to(tl.int64)
-    h = pid % H
-    at, N, scale = span(N, pid // H, pid, scale)
-    return head, h, at, N, scale
-
-
-@triton.jit
 def load_coefficients(ptr, h, ORDER: tl.constexpr):
     """Return (c1, c2, c3, c4) of head h; ones for the orders that have none."""
     c = (1.0, 1.0, 1.0, 1.0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..algebra import centre_rows, has, less_mean, ones_moments, scale_moments
-from ..loops import means, read_out, sum_moments
+from ..loops import means, read_out, span, sum_moments
 from ..split.grads import load_weights
 from ..tiles import (
     axpy2,
@@ -25,7 +25,7 @@ from ..tiles import (
     vecmat,
     zeros2,
 )
-from . import NO_SPECIALIZE, at_head, of_head, own_head
+from . import NO_SPECIALIZE, at_head
 from .halves import (
     again,
     factors_of,
@@ -102,8 +102,11 @@ def summed_forward(
     factors [B * H, 2 or 3, P, P] and units [B * H, 4], and M [B * H, D, D]."""
     SUMMED: tl.constexpr = NORM or MEAN or CENTER > 0
     pid = tl.program_id(0)
-    head, h, at, N, scale = own_head(pid, N, H, scale)
-    q, k, v, qn, kn, vn = of_head((q, k, v), (qs, ks, vs), at, h, ALIGN)
+    head, h = pid.to(tl.int64), pid % H
+    at, N, scale = span(N, pid // H, pid, scale)
+    q, qn = at_head(q, qs, at, h, ALIGN), qs[1] * ALIGN
+    k, kn = at_head(k, ks, at, h, ALIGN), ks[1] * ALIGN
+    v, vn = at_head(v, vs, at, h, ALIGN), vs[1] * ALIGN
     n = N[1]
     row = zeros2(F)
     # what a backward reads goes through memory anyway, whence tensor cores read it, and a ratio fills the registers
