@@ -73,12 +73,6 @@ def part_grads(
     )  # fmt: skip
 
 
-@triton.constexpr_function
-def part_of(role, roles):
-    """Return PART of `write_grads` for one of the programs of a part of a head."""
-    return {1: (0,), 2: (1, 2), 3: (1, 3, 4)}[roles][role]
-
-
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
 def apply_grads(
     q, k, v, g, dq, dk, dv, state, matrix, ratio, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk,
@@ -111,9 +105,23 @@ def apply_grads(
     matrix += head * F.D * V.D
     weights += head * L.KW
     rows += head * (2 * F.D + V.D)
-    for role in tl.static_range(ROLES):
-        if tl.program_id(0) % ROLES == role:
-            part_grads(
-                tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, part_of(role, ROLES), ORDER,
-                NORM, CENTER, MEAN, F, V, L, ROWS_DONE, BN, PREC,
-            )  # fmt: skip
+    if ROLES == 1:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN,
+            F, V, L, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
+    elif tl.program_id(0) % ROLES == 0:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 1, ORDER, NORM, CENTER, MEAN,
+            F, V, L, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
+    elif tl.program_id(0) % ROLES == 1:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, ROLES, ORDER, NORM, CENTER, MEAN,
+            F, V, L, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
+    else:
+        part_grads(
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN,
+            F, V, L, ROWS_DONE, BN, PREC,
+        )  # fmt: skip
