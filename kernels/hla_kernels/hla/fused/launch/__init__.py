@@ -217,14 +217,13 @@ def apply_grads_call(
 def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:
     """Fill `ratio`, and dq of first order, in a separate launch."""
     q = call.q
-    config = plan.divide_config()
-    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
+    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, plan.DIVIDE["BN"])
     to = q if dq is None else dq
     at, a = placed(q, g, to)
     launch(
         divide_grads, call.bh * parts,
         q, g, dq, saved.state, saved.matrix, ratio, *at, call.n, call.h, parts, chunk, call.spec.eps, ALIGN=a,
-        **call.sizes() | {"F": plan.in_halves(call.w.F)}, **config,
+        **call.sizes() | {"F": plan.in_halves(call.w.F)}, **plan.DIVIDE,
     )  # fmt: skip
 
 

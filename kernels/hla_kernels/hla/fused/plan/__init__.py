@@ -8,6 +8,7 @@ from ..spec import Spec, Width, Widths
 from .paths import PROGRAMS, cut, narrow, plain
 
 INVARIANT = {"on": False}
+DIVIDE = {"BN": 64, "num_warps": 4, "num_stages": 2}  # tiles of `divide_grads`
 
 
 def set_batch_invariant(on: bool) -> None:
@@ -63,11 +64,6 @@ def divides(spec: Spec, w: Widths, dtype: torch.dtype) -> bool:
     """Whether the denominators of a ratio are computed in a separate pass, `loops.wide`."""
     wide = w.wide > 80 and dtype != torch.float32
     return spec.normalize and wide
-
-
-def divide_config() -> dict[str, int]:
-    """Return the tiles of `divide_grads`."""
-    return {"BN": 64, "num_warps": 4, "num_stages": 2}
 
 
 def in_halves(w: Width) -> Width:

@@ -47,8 +47,10 @@ def saves(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, o
     small = narrow(w) or cut(w)
     if spec.op == "linear_attention" and plain(spec) and small:
         return few_heads(batch_heads, n, 512)
-    own_path = (spec.alone(dtype) and small) or halved(spec, w, dtype, own)
-    return few_heads(batch_heads, n) if own_path else 1
+    few = few_heads(batch_heads, n)
+    if halved(spec, w, dtype, own) and narrow(w):  # about three heads per multiprocessor may be longer
+        few *= 1 - torch.sym_min(1, batch_heads // 384) * (1 - torch.sym_min(1, n // 4609))
+    return few if (spec.alone(dtype) and small) or halved(spec, w, dtype, own) else 1
 
 
 def whole(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
