@@ -62,8 +62,7 @@ def readout_config(spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
 
 def divides(spec: Spec, w: Widths, dtype: torch.dtype) -> bool:
     """Whether the denominators of a ratio are computed in a separate pass, `loops.wide`."""
-    wide = w.wide > 80 and dtype != torch.float32
-    return spec.normalize and wide
+    return spec.normalize and w.wide > 80 and dtype != torch.float32
 
 
 def in_halves(w: Width) -> Width:
