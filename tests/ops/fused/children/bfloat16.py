@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np
 from hla_kernels.hla.fused import Spec
 from tests.helpers.error_rule import LIMITS, check_tokens, relative_error
 from tests.ops.blockmix import fused_cases
-from tests.ops.fused.cases import make
+from tests.ops.fused.cases import check, make, run
 from tests.ops.fused.children.ragged import ANCHORED, RATIO, both
 
 BF16 = torch.bfloat16
@@ -90,6 +90,17 @@ def test_operators_as_planned(monkeypatch, op, options, kind):
     found, truth = both(monkeypatch, op, options, "planned", tokens, grad, c, {"mask": mask})
     check_tokens(found[:4], truth[:4], feature_map=options.get("feature_map"))
     assert relative_error(found[-1], truth[-1]) <= LIMITS[BF16]
+
+
+@pytest.mark.parametrize("d", (64, 72))
+@pytest.mark.parametrize("options", ({}, RATIO, ANCHORED), ids=lambda x: "-".join(x) or "plain")
+@pytest.mark.parametrize("op", OPS[1:])
+def test_short_heads(monkeypatch, op, options, d):
+    """One program per head, which is for bfloat16 alone, and `polynomial` by several."""
+    interpret_bfloat16(monkeypatch)
+    spec, path = Spec(op, **options), "split" if op == "polynomial" else "halves"
+    inputs = make(spec, 70, d, d, (2, 2), BF16)
+    check(spec, *inputs, run(monkeypatch, spec, *inputs, path, save=True, packed=True))
 
 
 @pytest.mark.parametrize("more", ({}, {"mask": True}, {"mean": 2.0, "mask": True}, {"turned": True}), ids=str)
