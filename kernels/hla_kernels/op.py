@@ -145,8 +145,8 @@ def why_not_reference(call: AnyCall) -> str | None:
 
 def unverified(call: AnyCall) -> Fault | None:
     """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`)."""
-    index, changed = call.q.device.index, not isinstance(call, block_call.BlockCall)  # since all GPU tests ran
-    return None if is_shipped(index, changed) else fault(trial_of(call), index)
+    index = call.q.device.index
+    return None if is_shipped(index) else fault(trial_of(call), index)
 
 
 def choose(call: AnyCall, impl: str) -> str:

@@ -297,6 +297,12 @@ def test_gains_over_first_order():
     assert lines[lines.index("Clearly better than first order:") + 2 :] == [clear]
 
 
+def test_a_gain_that_is_rounded_to_zero_is_not_clear():
+    rows = scored("la", 0.1, [99.98, 99.98]) + scored("gdn", 0.1, [100.0, 100.0])
+    shown = text({"rows": rows})
+    assert "gdn +0.0 +- 0.0" in shown and "Clearly better" not in shown
+
+
 def test_errors_are_better_if_smaller():
     rows = [row for m, x in (("la", 0.2), ("hla2", 0.3), ("ahla", 0.1)) for row in scored(m, 0.1, [x, x], "error")]
     assert "ahla **-0.1000** +- 0.0000" in text({"rows": rows})

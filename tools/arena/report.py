@@ -22,7 +22,7 @@ SCORES = """Percent right, or relative L2 error (less is better): mean +- deviat
 best learning rate that was run. Parameters: smallest and largest network. Tokens/s: training steps of a process that
 has the GPU alone."""
 GAINS = """Best mixer of each group minus `la` (first order, feature map `power`), +- standard error; bold: above two
-standard errors. The best mixer is chosen by the same scores, which favours groups with more mixers. Cost relative to
+standard errors and not rounded to zero. The best mixer is chosen by the same scores, which favours groups with more mixers. Cost relative to
 `la`: parameters{measured}."""
 
 
@@ -122,7 +122,11 @@ def answers(tasks: list[str], cells: Scores, rates: Rates) -> str:
     for task in (task for task in tasks if (FIRST, task) in cells):
         best = {group: best_of(names, task, cells) for group, names in GROUPS.items()}
         found = {group: difference(name, task, cells) for group, name in best.items() if name}
-        clear = [group for group, (change, error) in found.items() if error is not None and change > CLEAR * error]
+        clear = [
+            group
+            for group, (change, error) in found.items()
+            if change > 0 and error is not None and is_clear(change, error, is_accuracy(cells[FIRST, task]))
+        ]
         if clear:
             said = "; ".join(f"{group}: {gain(best[group], task, cells, rates)}" for group in clear)
             better.append(f"- {task}: {said}.")
@@ -151,6 +155,11 @@ def difference(mixer: str, task: str, cells: Scores) -> tuple[float, float | Non
     return change, math.hypot(*(stdev(row["score"] for row in part) / len(part) ** 0.5 for part in (own, first)))
 
 
+def is_clear(change: float, error: float, accuracy: bool) -> bool:
+    """Whether a difference is above two standard errors and is not rounded to zero."""
+    return abs(change) > CLEAR * error and abs(change) >= (0.05 if accuracy else 0.00005)
+
+
 def gain(mixer: str, task: str, cells: Scores, rates: Rates) -> str:
     """Format the difference of two mean scores and the ratios of parameters and of speed."""
     own, first = cells[mixer, task], cells[FIRST, task]
@@ -158,9 +167,8 @@ def gain(mixer: str, task: str, cells: Scores, rates: Rates) -> str:
     change, error = difference(mixer, task, cells)
     shown = f"{change if is_accuracy(own) else -change:+.{digits}f}"
     if error is not None:
-        shown = (
-            f"**{shown}** +- {error:.{digits}f}" if abs(change) > CLEAR * error else f"{shown} +- {error:.{digits}f}"
-        )
+        shown = f"**{shown}**" if is_clear(change, error, is_accuracy(own)) else shown
+        shown += f" +- {error:.{digits}f}"
     both = [t for m, t in rates if m == mixer and (FIRST, t) in rates]
     cost = f"parameters x {own[0]['parameters'] / first[0]['parameters']:.2f}"
     if both:

@@ -19,7 +19,7 @@ from ..dispatch.recording import launch
 from .call import DeltaCall
 
 CHUNK = 16  # tokens
-SEGMENT = 128 * CHUNK  # tokens whose states of chunks are in memory at a time, if no backward needs them
+SEGMENT = 512 * CHUNK  # tokens whose states of chunks are in memory at a time, if no backward needs them
 LEAST = -10.0  # smallest log_f: stronger decays leave less than the rounding error of 16 bits
 WIDEST = 128
 # by rank: warps, channels and channels of values per tile, stages of the loop over chunks; the fastest on an H200

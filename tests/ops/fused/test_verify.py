@@ -52,7 +52,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(verify, "machine", lambda index: MACHINE)
     for place in (verify, faults):
         monkeypatch.setattr(place, "capability", lambda index: MACHINE.capability)
-    monkeypatch.setattr(op, "is_shipped", lambda index, changed: False)
+    monkeypatch.setattr(op, "is_shipped", lambda index: False)
     monkeypatch.setattr(op, "why_not_triton", lambda call: None)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -221,13 +221,14 @@ def test_a_wrong_selection_is_noticed(monkeypatch, select):
 
 def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(verify, "SHIPPED", {("3.6", "12.8", (9, 0))})
     for triton, ptxas, capability, known in (
         ("3.6.0", "12.8", (9, 0), True), ("3.8.0", "12.9", (9, 0), False), ("3.6.0", "13.4", (9, 0), False),
         ("3.6.0", "12.8", (8, 0), False),
     ):  # fmt: skip
         machine = verify.Machine("a GPU", capability, triton, ptxas)
         monkeypatch.setattr(verify, "machine", lambda index, machine=machine: machine)
-        assert verify.is_shipped(0, False) == known and not verify.is_shipped(0, True)
+        assert verify.is_shipped(0) == known
 
 
 @pytest.mark.parametrize("feature_map", (None, "relu", "elu1"))

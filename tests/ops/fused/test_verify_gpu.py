@@ -26,7 +26,7 @@ def empty(monkeypatch, tmp_path):
     monkeypatch.delenv(verify.SWITCH, raising=False)
     monkeypatch.setattr(verify, "VERDICTS", {})
     monkeypatch.setattr(faults, "WARNED", set())
-    monkeypatch.setattr(op, "is_shipped", lambda index, changed: False)
+    monkeypatch.setattr(op, "is_shipped", lambda index: False)
 
 
 def tokens(dtype, d, n=197):
