@@ -172,6 +172,12 @@ def test_inductor_compiles_whole_models(mixer, options):
         assert (f - w).norm() <= 2 * limit * w.norm()  # both sides are rounded
 
 
+def test_delta_mixers_compile_as_one_graph():
+    torch._dynamo.reset()
+    model = make("gdn").to(DEVICE, torch.bfloat16)
+    run(torch.compile(model, fullgraph=True, backend="aot_eager"), DEVICE, torch.bfloat16)
+
+
 @pytest.mark.parametrize("mixer", ["la", "ahla", "hla2", "poly"])
 def test_padded_batches_add_little_error(mixer):
     """NaFlexViT, whose padding is a mask of keys in the fused kernels."""
