@@ -22,8 +22,8 @@ SCORES = """Percent right, or relative L2 error (less is better): mean +- deviat
 best learning rate that was run. Parameters: smallest and largest network. Tokens/s: training steps of a process that
 has the GPU alone."""
 GAINS = """Best mixer of each group minus `la` (first order, feature map `power`), +- standard error; bold: above two
-standard errors and not rounded to zero. The best mixer is chosen by the same scores, which favours groups with more mixers. Cost relative to
-`la`: parameters{measured}."""
+standard errors and not rounded to zero. The best mixer is chosen by the same scores, which favours groups with more
+mixers. Cost relative to `la`: parameters{measured}."""
 
 
 def by_cell(result: dict[str, Any]) -> tuple[list[str], list[str], Scores]:
