@@ -8,7 +8,7 @@ weights of a head by `summed_middle` and the gradients of tokens by `split.apply
 import triton
 import triton.language as tl
 
-from ..algebra import centre_rows, has, less_mean, ones_moments, scale_moments
+from ..algebra import centre_rows, less_mean, ones_moments, scale_moments
 from ..loops import means, read_out, span, sum_moments
 from ..split.grads import load_weights
 from ..tiles import (
@@ -177,11 +177,13 @@ def summed_forward(
 
 
 @triton.jit
-def weights2(m, u, t, dm, s, scale, q1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, F: tl.constexpr):
-    """Weights and rows of hla2: WC' and WS, the latter + s (q1 dm1' + dm1 q1') of a ratio."""
+def weights2(to, m, u, t, dm, s, scale, q1, one, mean, NORM: tl.constexpr, F: tl.constexpr, L: tl.constexpr):
+    """Write WC' and WS of hla2, the latter + s (q1 dm1' + dm1 q1') of a ratio; return the rows."""
+    dtype: tl.constexpr = to.dtype.element_ty
     z = zeros2(F)
     row_q = z
     wc = half_weight(m, u, t, dm, dm, s, 2, 2, F, dtype)
+    store4(to + L.C, wc, F, F, F.D, 1)
     if NORM:
         row_q = less_mean(row_q, wc, mean, F)
         row_q = axpy2(row_q, 1.0, matvec(cast4(m[1], tl.float32), axpy2(z, scale * u[1], one, F), F, F), F)
@@ -189,40 +191,43 @@ def weights2(m, u, t, dm, s, scale, q1, one, mean, dtype: tl.constexpr, NORM: tl
     if NORM:
         ws = rank1(ws, axpy2(z, scale, q1, F), one, F, F)
         ws = rank1(ws, axpy2(z, scale, one, F), q1, F, F)
-    ws = cast4(ws, dtype)
-    return (wc, ws, wc, ws, ws), (row_q, z, z)
+    store4(to + L.S, ws, F, F, F.D, 1)
+    return row_q, z, z
 
 
 @triton.jit
-def weights3(m, u, t, dm, s, scale, p1, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, F: tl.constexpr):
-    """Weights and rows of ahla: WP' and WR', the latter + s p1 dm1' of a ratio."""
+def weights3(to, m, u, t, dm, s, scale, p1, one, mean, NORM: tl.constexpr, F: tl.constexpr, L: tl.constexpr):
+    """Write WP' and WR' of ahla, the latter + s p1 dm1' of a ratio; return the rows."""
     z = zeros2(F)
     row_k = z
-    wp = half_weight(m, u, t, dm, dm, s, 0, 3, F, dtype)
+    wp = half_weight(m, u, t, dm, dm, s, 0, 3, F, to.dtype.element_ty)
+    store4(to + L.P, wp, F, F, F.D, 1)
     if NORM:  # before WR' takes registers
         row_k = less_mean(row_k, wp, mean, F)
         row_k = axpy2(row_k, 1.0, vecmat(axpy2(z, scale * u[1], one, F), cast4(t, tl.float32), F, F), F)
     wr = half_weight(m, u, t, dm, dm, s, 3, 3, F, tl.float32)
     if NORM:
         wr = rank1(wr, axpy2(z, scale, p1, F), one, F, F)
-    wr = cast4(wr, dtype)
-    return (wp, wp, wp, wr, wr), (z, row_k, z)
+    store4(to + L.R, wr, F, F, F.D, 1)
+    return z, row_k, z
 
 
 @triton.jit
-def weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype: tl.constexpr, NORM: tl.constexpr, F: tl.constexpr):
-    """Weights and rows of hla3: WP', WS and WW; pd = P dM' (+ p1 dm1' of a ratio) in `more` times the units of P and
-    dM'."""
+def weights4(to, m, u, t, dm, pd, s, more, scale, one, mean, NORM: tl.constexpr, F: tl.constexpr, L: tl.constexpr):
+    """Write WP', WS and WW of hla3 and return the rows; pd = P dM' (+ p1 dm1' of a ratio) in `more` times the units of
+    P and dM'."""
+    dtype: tl.constexpr = to.dtype.element_ty
     z = zeros2(F)
     row_k = z
     if NORM:  # before WP' takes registers
         row_k = vecmat(axpy2(z, scale * u[1] * u[2], one, F), cast4(t, tl.float32), F, F)
     wp = half_weight(m, u, t, dm, pd, s, 0, 4, F, dtype)
+    store4(to + L.P, wp, F, F, F.D, 1)
     if NORM:
         row_k = less_mean(row_k, wp, mean, F)
-    ws = half_weight(m, u, t, dm, pd, s * more, 1, 4, F, dtype)
-    ww = half_weight(m, u, t, dm, pd, s * more, 4, 4, F, dtype)
-    return (wp, ws, wp, wp, ww), (z, row_k, z)
+    store4(to + L.S, half_weight(m, u, t, dm, pd, s * more, 1, 4, F, dtype), F, F, F.D, 1)
+    store4(to + L.W, half_weight(m, u, t, dm, pd, s * more, 4, 4, F, dtype), F, F, F.D, 1)
+    return z, row_k, z
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -232,7 +237,6 @@ def summed_middle(
 ):  # fmt: skip
     """Compute the weights [B * H, KW] of one head, as far as the order has them (`algebra.weights`), and the rows of
     dq, dk, dv [B * H, 3 D], from the sums [B * H, KG] of `split.reduce_readout`. room: for three matrices [P, P]."""
-    dtype: tl.constexpr = weights.dtype.element_ty
     head = tl.program_id(0).to(tl.int64)
     n, scale = means(N, head, scale)
     vectors += head * L.K
@@ -255,17 +259,16 @@ def summed_middle(
         row_v = axpy2(z, 1.0 / n, load_vec(grads + F.D * F.D + F.D, F), F)
     mean = (vectors + L.SUM_V, n)
     if ORDER == 1:
-        w1 = cast4(scale4(dm, scale), dtype)
-        w = (w1, w1, w1, w1, w1)
+        store4(weights + L.P, scale4(dm, scale), F, F, F.D, 1)
     else:
         dm, unit = half(dm, F, F)
         dm = again(room, dm, P)
         m, u = get_factors(factors + head * factor_count(ORDER) * P.D * P.D, units + head * 4, ORDER, P)
         s = scale * unit
     if ORDER == 2:
-        w, rows_of = weights2(m, u, m[1], dm, s, scale, ones, one, mean, dtype, NORM, F)
+        rows_of = weights2(weights, m, u, m[1], dm, s, scale, ones, one, mean, NORM, F, L)
     elif ORDER == 3:
-        w, rows_of = weights3(m, u, m[1], dm, s, scale, ones, one, mean, dtype, NORM, F)
+        rows_of = weights3(weights, m, u, m[1], dm, s, scale, ones, one, mean, NORM, F, L)
     elif ORDER == 4:
         t = again(room + P.D * P.D, times(m[1], m[2], F, F, F), P)
         pd = times(m[0], dm, F, F, F)
@@ -274,10 +277,7 @@ def summed_middle(
             pd, more = half(rank1(scale4(pd, u[0] * unit), ones, one, F, F), F, F)
             more = more / (u[0] * unit)
         pd = again(room + 2 * P.D * P.D, pd, P)
-        w, rows_of = weights4(m, u, t, dm, pd, s, more, scale, one, mean, dtype, NORM, F)
-    for name in tl.static_range(5):
-        if has(name, ORDER):
-            store4(weights + L[name], w[name], F, F, F.D, 1)
+        rows_of = weights4(weights, m, u, t, dm, pd, s, more, scale, one, mean, NORM, F, L)
     if MEAN or CENTER > 0:
         tl.debug_barrier()  # every thread reads what others wrote: registers hold one weight at a time
         w = load_weights(weights, ORDER, L, F, F)

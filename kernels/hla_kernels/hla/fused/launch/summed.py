@@ -71,6 +71,6 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     room = call.buffer(call.bh, 3, call.w.F.padded**2, dtype=torch.float16)
     launch(
         summed_middle, call.bh, kept.vectors, kept.factors, kept.units, grads, room, weights, rows, call.n,
-        call.scale, **summed_widths(call), **sums.middle_config(call.spec, call.w),
+        call.scale, **summed_widths(call), **sums.MIDDLE,
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, ratio, weights, rows, True)

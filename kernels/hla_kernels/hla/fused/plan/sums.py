@@ -6,10 +6,7 @@ import torch
 
 from ..spec import Spec, Widths, layout
 
-
-def middle_config(spec: Spec, w: Widths) -> dict[str, int]:
-    """Return the warps of `summed_middle`; vectors and three weights of two blocks fill the registers of four."""
-    return {"num_warps": 8 if spec.op == "hla3" and spec.sums and w.F.D2 > 0 else 4, "num_stages": 1}
+MIDDLE = {"num_warps": 4, "num_stages": 1}  # of `summed_middle`
 
 
 def factors(spec: Spec) -> int:
