@@ -46,16 +46,6 @@ def factors_of(m, ORDER: tl.constexpr):
 
 
 @triton.jit
-def put_factors(to, units, m, u, ORDER: tl.constexpr, P: tl.constexpr):
-    """Write factors [2 or 3, P, P] of the padded width P (whole sectors of memory) and three units."""
-    store4(to, m[0], P, P, P.D, 1)
-    store4(to + P.D * P.D, m[1], P, P, P.D, 1)
-    if ORDER == 4:
-        store4(to + 2 * P.D * P.D, m[2], P, P, P.D, 1)
-    put_three(units, u)
-
-
-@triton.jit
 def put_three(units, u):
     """Write the units of three factors."""
     tl.store(units, u[0])
@@ -65,7 +55,7 @@ def put_three(units, u):
 
 @triton.jit
 def get_factors(at, units, ORDER: tl.constexpr, P: tl.constexpr):
-    """Inverse of `put_factors`."""
+    """Return the factors [2 or 3, P, P] of the padded width P (whole sectors of memory) and three units."""
     x = load4(at, P, P, P.D, 1)
     y = load4(at + P.D * P.D, P, P, P.D, 1)
     z = y

@@ -33,7 +33,6 @@ from .halves import (
     half,
     half_operator,
     half_weight,
-    put_factors,
     put_three,
     times,
 )
@@ -166,8 +165,6 @@ def summed_forward(
             mt = rank1(mt, (-a[0], -a[1]), m1, F, F)
         out = trans4(cast4(mt, q.dtype.element_ty))
     if SAVE:
-        if ORDER > 1 and HERE:
-            put_factors(factors + head * factor_count(ORDER) * P.D * P.D, units + head * 4, factor, u, ORDER, P)
         if NORM:
             store_vec(vectors + L.M1, m1, F)
             store_vec(vectors + L.ROW, row, F)
