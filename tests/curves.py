@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def drawn_once() -> Iterator[None]:
-    """Context in which runs of this process, if they were imported before, write the picture that the first one drew;
+    """Let runs in this process, if their module was imported before, write the picture that the first run drew;
     lines and axes are made each time."""
     if "zoo.train.metrics_log" not in sys.modules:
         yield

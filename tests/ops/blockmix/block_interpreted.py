@@ -104,7 +104,7 @@ def test_several_parts_of_a_block(monkeypatch):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_programs_that_divide_the_features(monkeypatch, turned):
-    """Two programs per block compute the gradients of wide queries, each for half of the features, also rotated ones."""
+    """Two programs per block compute gradients of wide queries, each for half of the features, also rotated ones."""
     o, sizes = options_of((5, 6), (2, 1), 1, **BARE), (1, 2, 128, 48)
     inputs, rotary = make(o, sizes, HALF, mean=1.0, mask=True), angles_of(o, sizes) if turned else None
     check(o, triton_form(monkeypatch, o, *inputs, rotary), *inputs, TOLERANCE[HALF], rotary)
