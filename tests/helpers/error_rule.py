@@ -15,7 +15,7 @@ from torch import Tensor
 from hla_kernels.features import feature
 from hla_kernels.features.mapped import MAPS
 from hla_kernels.hla.layout import to_heads
-from hla_kernels.hla.moments import ORDERS, mixture_weights, moments, operator_matrix, product, read_out, token_sums
+from hla_kernels.hla.moments import ORDERS, moments, operator_matrix, product, read_out, token_sums
 from hla_kernels.options import Options
 
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # of the dtype of the tokens
@@ -72,8 +72,7 @@ def sizes_of_coefficients(tokens: list[Tensor], c: Tensor, grad: Tensor, options
     q, k = (feature(x, options.feature_map) for x in (q, k))
     n, sums = q.shape[3], token_sums("polynomial", q, k, v, options)
     m = moments("polynomial", sums, n, options)
-    matrix = operator_matrix("polynomial", m, mixture_weights(c.detach().double(), heads, torch.float64))
-    matrix = matrix.detach().requires_grad_()
+    matrix = operator_matrix("polynomial", sums, n, options, c.detach()).requires_grad_()
     (d_matrix,) = torch.autograd.grad(read_out(q, matrix, sums, n, options), matrix, g)
     sizes = [d_matrix.norm(dim=(-2, -1)) * product(order, m).norm(dim=(-2, -1)) for order in ORDERS]
     return torch.stack(sizes, -1).sum(0).flatten(0, 1)

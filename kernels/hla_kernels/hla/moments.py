@@ -96,33 +96,18 @@ def product(order: str, m: dict[str, Tensor]) -> Tensor:
     return m["S"] @ (m["Qm"] @ m["P"])
 
 
-def product_grad(order: str, m: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of the moments of one order from grad = d loss / d product(order, m),
-    [B, Hk, G, D, Dv (+1)]."""
-    if order == "linear_attention":
-        return {"P": grad}
-    if order == "hla2":
-        return {"S": grad @ m["C"].mT, "C": m["S"].mT @ grad}
-    if order == "ahla":
-        return {"R": grad @ m["P"].mT, "P": m["R"].mT @ grad}
-    inner = m["S"].mT @ grad
-    return {"S": grad @ (m["Qm"] @ m["P"]).mT, "Qm": inner @ m["P"].mT, "P": m["Qm"].mT @ inner}
-
-
-def mixture_weights(coefficients: Tensor, n_key_heads: int, dtype: torch.dtype) -> list[Tensor]:
-    """Convert coefficients [H, 4] to four tensors [Hk, G, 1, 1] that broadcast over the operator matrices."""
-    c = coefficients.to(dtype).unflatten(0, (n_key_heads, -1))
-    return [c[:, :, i, None, None] for i in range(len(ORDERS))]
-
-
-def operator_matrix(op: str, m: dict[str, Tensor], weights: list[Tensor] | None) -> Tensor:
-    """Return M with o = q M: the product of one order, or c1 P + c2 S C + c3 R P + c4 S Qm P."""
-    if op != "polynomial":
+def operator_matrix(
+    op: str, sums: dict[str, Tensor], n: float | Tensor, options: Options, coefficients: Tensor | None = None
+) -> Tensor:
+    """Return M with o = q M from raw sums over n tokens: the product of one order, or with coefficients [H, 4]
+    c1 P + c2 S C + c3 R P + c4 S Qm P."""
+    m = moments(op, sums, n, options)
+    if coefficients is None:
         return product(op, m)
-    assert weights is not None
-    total = weights[0] * product(ORDERS[0], m)
-    for weight, order in zip(weights[1:], ORDERS[1:], strict=True):
-        total = total + weight * product(order, m)
+    c = coefficients.to(m["P"].dtype).unflatten(0, (m["P"].shape[1], -1))[..., None, None]  # [Hk, G, 4, 1, 1]
+    total = c[:, :, 0] * product(ORDERS[0], m)
+    for i, order in enumerate(ORDERS[1:], 1):
+        total = total + c[:, :, i] * product(order, m)
     return total
 
 
@@ -136,15 +121,13 @@ def read_out(
     """
     if options.normalize:
         return live_heads((q @ matrix[..., :-1]) / (q @ matrix[..., -1:] + options.eps), mask)
-    matrix, row = affine(matrix, sums, n, options)
+    matrix, *row = affine(matrix, sums, n, options)
     y = q @ matrix
-    return y if row is None else live_heads(y + row, mask)
+    return live_heads(y + row[0], mask) if row else y
 
 
-def affine(
-    matrix: Tensor, sums: dict[str, Tensor], n: float | Tensor, options: Options
-) -> tuple[Tensor, Tensor | None]:
-    """Return (M, b) of o = q M + b: [B, Hk, G, D, Dv], and None or [B, Hk, G, 1, Dv]."""
+def affine(matrix: Tensor, sums: dict[str, Tensor], n: float | Tensor, options: Options) -> tuple[Tensor, ...]:
+    """Return (M, b) of o = q M + b, [B, Hk, G, D, Dv] and [B, Hk, G, 1, Dv], or (M,) without b."""
     row = None
     if options.mean_path:
         row = sums["sum_v"] / n
@@ -152,4 +135,4 @@ def affine(
     if options.center == "qk":
         shift = (sums["sum_q"] / n) @ matrix
         row = -shift if row is None else row - shift
-    return matrix, row
+    return (matrix,) if row is None else (matrix, row)

@@ -29,7 +29,7 @@ from ..sequences import WHOLE, Sequences, counts, live_rows, pack, rows_of, unpa
 from . import fused
 from .gradient import gradient
 from .layout import live_heads, to_heads, to_tokens
-from .moments import mixture_weights, moments, operator_matrix, read_out, token_sums
+from .moments import operator_matrix, read_out, token_sums
 
 SCHEMA = (  # of arguments behind the tokens
     "Tensor? coefficients, str op, str? feature_map, bool normalize, str? center, bool mean_path, float ridge, "
@@ -47,9 +47,8 @@ def evaluate(
     qh, kh, vh = (live_heads(to_heads(x, n_key_heads, dtype), mask) for x in (q, k, v))
     qh, kh = (live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
     sums = token_sums(op, qh, kh, vh, options)
-    weights = None if coefficients is None else mixture_weights(coefficients, n_key_heads, dtype)
     n = q.shape[1] if mask is None else counts(mask, dtype)
-    matrix = operator_matrix(op, moments(op, sums, n, options), weights)
+    matrix = operator_matrix(op, sums, n, options, coefficients)
     return to_tokens(read_out(qh, matrix, sums, n, options, mask), q.dtype)
 
 

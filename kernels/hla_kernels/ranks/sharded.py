@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import check_name
 from ..features import feature
 from ..hla.layout import to_heads, to_tokens
-from ..hla.moments import mixture_weights, moments, operator_matrix, read_out, token_sums
+from ..hla.moments import operator_matrix, read_out, token_sums
 from ..op import Call, prepare, run, run_multipole
 from ..options import OPS, compute_dtype, plain_precision
 from ..softmax.multipoles import PREPARE
@@ -87,8 +87,7 @@ def _evaluate(call: Call, group: Any) -> Tensor:
     own = {name: x.sum(-3) for name, x in token_sums(call.op, qs, ks, vs, call.options).items()}
     *totals, count = add_together([*own.values(), q.new_full((1,), q.shape[-2])], group)
     sums, n = dict(zip(own, totals, strict=True)), count[0]
-    weights = None if call.coefficients is None else mixture_weights(call.coefficients, n_key_heads, dtype)
-    matrix = operator_matrix(call.op, moments(call.op, sums, n, call.options), weights)
+    matrix = operator_matrix(call.op, sums, n, call.options, call.coefficients)
     return to_tokens(read_out(q, matrix, sums, n, call.options), call.q.dtype)
 
 

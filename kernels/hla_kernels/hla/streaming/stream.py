@@ -11,7 +11,7 @@ from ...checks import check_coefficients
 from ...features import feature, feature_width
 from ...options import Options, compute_dtype
 from ..layout import to_heads, to_tokens
-from ..moments import MOMENTS, mixture_weights, moments, operator_matrix, read_out, token_sums
+from ..moments import MOMENTS, operator_matrix, read_out, token_sums
 from .checks import check_contents, check_finite, check_names
 from .contents import Sizes
 from .state import State
@@ -31,7 +31,7 @@ def stream(
         sums = {name: x + state.tensors[name].to(dtype) for name, x in sums.items()}
         n = n + state.n
     new = State(op, options, n, sums)
-    return to_tokens(_read(qh, new, coefficients, n_key_heads), q.dtype), new
+    return to_tokens(_read(qh, new, coefficients), q.dtype), new
 
 
 def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
@@ -53,7 +53,7 @@ def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
     check_finite(state.tensors)
     n_key_heads = state.tensors[MOMENTS[state.op][0]].shape[1]
     qh = feature(to_heads(q, n_key_heads, compute_dtype(q.dtype)), state.options.feature_map)
-    return to_tokens(_read(qh, state, coefficients, n_key_heads), q.dtype)
+    return to_tokens(_read(qh, state, coefficients), q.dtype)
 
 
 def _check_read(q: Any, state: State) -> None:
@@ -76,9 +76,8 @@ def _check_read(q: Any, state: State) -> None:
     check_contents(state, Sizes(batch, n_key_heads, q.shape[2] // n_key_heads, width, wide.shape[4]), q.device)
 
 
-def _read(q: Tensor, state: State, coefficients: Tensor | None, n_key_heads: int) -> Tensor:
+def _read(q: Tensor, state: State, coefficients: Tensor | None) -> Tensor:
     sums = {name: x.to(q.dtype) for name, x in state.tensors.items()}
     n = state.n.to(q.dtype)
-    weights = None if coefficients is None else mixture_weights(coefficients, n_key_heads, q.dtype)
-    matrix = operator_matrix(state.op, moments(state.op, sums, n, state.options), weights)
+    matrix = operator_matrix(state.op, sums, n, state.options, coefficients)
     return read_out(q, matrix, sums, n, state.options)
