@@ -15,8 +15,8 @@ from torch import Tensor
 
 import hla_kernels as hk
 from hla_kernels.hla.reference import reference
-from hla_kernels.hla.streaming.recurrent import recurrent
 from hla_kernels.op import prepare
+from tests.ops.recurrent import recurrent
 
 LINEAR = tuple(op for op in hk.OPS if op != "softmax_attention")
 CAUSAL = tuple(op for op in LINEAR if op != "polynomial")

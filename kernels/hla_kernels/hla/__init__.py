@@ -12,7 +12,7 @@ ridge.
                 hla2  LA(q, LA(q,k,k), v)    ahla  LA(q, k, LA(q,k,v))    hla3  LA(q, LA(q,k,k), LA(q,k,v))
 
 Reading order: reference (definitions), moments, two_sided and gradient (one matrix per head), chunked, causal and
-causal_op (chunk-parallel), streaming (states: the serial algorithm, segments, merge). Zhang et al., Higher-order Linear
-Attention, arXiv 2510.27258; the causal compositions replace the paper's (S, C, G) recurrences and are equal to its
-masked operators without decay.
+causal_op (chunk-parallel), streaming (states: segments, merge). Zhang et al., Higher-order Linear Attention, arXiv
+2510.27258; the causal compositions replace the paper's (S, C, G) recurrences and are equal to its masked operators
+without decay.
 """

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...options import Options, is_paper, needs_ones
-from ..reference import phi
+from hla_kernels.hla.reference import phi
+from hla_kernels.options import Options, is_paper, needs_ones
 
 
 def recurrent(
