@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .features import FEATURE_MAPS, feature_width
-from .options import CENTERS, DECAY_RULES, IMPLS, MAX_HEAD_DIM, Options, autocast_dtype, cast
+from .options import CENTERS, DECAY_RULES, MAX_HEAD_DIM, Options, autocast_dtype, cast
 
 NON_NEGATIVE_MAPS = tuple(name for name in FEATURE_MAPS if name != "identity")
 RIDGED = ("hla2", "ahla", "hla3")
@@ -41,11 +41,10 @@ def check_arguments(op: str, inputs: tuple[Any, ...], options: dict[str, Any]) -
     """Raise ValueError unless these inputs and options match the signature of the public function `op`."""
     import hla_kernels
 
-    signature = inspect.signature(getattr(hla_kernels, op))
-    allowed = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    check_unknown(options, allowed[3:])  # without q, k and v
+    function = getattr(hla_kernels, op)
+    check_unknown(function, options)
     try:
-        signature.bind(*inputs, **options)
+        inspect.signature(function).bind(*inputs, **options)
     except TypeError as error:
         raise ValueError(f"{op} cannot be called so: {error}.") from error
 
@@ -60,16 +59,12 @@ def is_finite(x: Any) -> bool:
     return is_number(x) and abs(x) <= LARGEST
 
 
-def check_unknown(unknown: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Raise ValueError for unknown keyword arguments."""
-    for name in unknown:
-        check_name("option", name, allowed)
-
-
-def named(function: Callable) -> tuple[str, ...]:
-    """Return the names of the keyword parameters of a function."""
-    parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+def check_unknown(function: Callable, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that are no parameters of a public function."""
+    for name in options:
+        parameters = inspect.signature(function).parameters.values()
+        known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        check_name("option", name, [name for name in known if name not in ("q", "k", "v", "qkv")])
 
 
 def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:
@@ -129,11 +124,16 @@ def check_features(d: int, feature_map: str | None) -> None:
         )
 
 
-def check_packed(qkv: Any) -> None:
-    """Raise ValueError unless qkv has the shape [B, N, 3, H, D]."""
+def unpacked(tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v of (q, k, v) or (qkv,). Raises ValueError unless qkv has the shape [B, N, 3, H, D]."""
+    if len(tokens) == 3:
+        return tokens[0], tokens[1], tokens[2]
+    qkv = tokens[0]
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
         got = tuple(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
         raise ValueError(f"qkv must have shape [batch, tokens, 3, heads, head dim], got {got}.")
+    q, k, v = qkv.unbind(2)
+    return q, k, v
 
 
 def check_sequences(q: Tensor, mask: Any, cu_seqlens: Any, max_seqlen: Any) -> None:
@@ -193,14 +193,13 @@ def check_whole_sequences(causal: bool | str, state: bool, masked: bool) -> None
         raise ValueError("key_padding_mask and cu_seqlens do not go with a state, which counts every token.")
 
 
-def check_options(op: str, options: Options, impl: str, return_state: Any) -> None:
+def check_options(op: str, options: Options, return_state: Any) -> None:
     """Raise ValueError for names, numbers and combinations of options that `op` does not define."""
     if options.feature_map is not None:
         check_name("feature_map", options.feature_map, FEATURE_MAPS)
     if options.center is not None:
         check_name("center", options.center, CENTERS)
     check_name("decay_rule", options.decay_rule, DECAY_RULES)
-    check_name("impl", impl, IMPLS)
     for name in ("causal", "normalize", "mean_path"):
         if name == "causal" and options.causal == "frame":
             continue

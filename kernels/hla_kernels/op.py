@@ -24,11 +24,11 @@ from .checks import (
     check_frames,
     check_name,
     check_options,
-    check_packed,
     check_sequences,
     check_whole_sequences,
     is_finite,
     is_number,
+    unpacked,
     warn_of_eps,
 )
 from .delta_rule import call as delta_call
@@ -151,6 +151,7 @@ def unverified(call: AnyCall) -> Fault | None:
 
 def choose(call: AnyCall, impl: str) -> str:
     """Return the implementation of a call. Raises ValueError if an explicit `impl` does not support it."""
+    check_name("impl", impl, IMPLS)
     if impl == "auto":
         reason = why_not_triton(call) or unverified(call)
         warn(reason)
@@ -175,36 +176,33 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
     others: Any = {name: call.prepare for name, call in own.items()} | PREPARE
     check_name("operator", op, (*OPS, *others))
     if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 5:
-        check_packed(inputs[0])
-        inputs = (*inputs[0].unbind(2), *inputs[1:])
+        inputs = (*unpacked(inputs[:1]), *inputs[1:])
     if op in others:
         check_arguments(op, inputs, options)
-        return _explained(others[op](*inputs, impl=impl, **options), impl)
+        return _explained(others[op](*inputs, **options), impl)
     if len(inputs) not in (3, 4):
         raise ValueError(
             f"explain needs the tensors of the call, q, k, v (and coefficients for polynomial) or one packed qkv of "
             f"rank 5, got {len(inputs)}."
         )
-    return _explained(prepare(op, *inputs, impl=impl, **options), impl)
+    return _explained(prepare(op, *inputs, **options), impl)
 
 
 def _explained(call: AnyCall, impl: str) -> Explanation:
     chosen = choose(call, impl)
-    why_not = {}
-    for name in IMPLS[1:]:
-        if name == "triton" and chosen != name:
-            untrusted = unverified(call) if impl == "auto" and why_not_triton(call) is None else None
-            why_not[name] = why_not_triton(call) or untrusted or f"impl={impl!r} was asked for"
-        elif name != chosen:
-            why_not[name] = (why_not_reference(call) if name == "reference" else None) or (
-                f"impl={impl!r} was asked for" if impl != "auto" else SLOWER[name]
-            )
+    other = None if impl == "auto" else f"impl={impl!r} was asked for"
+    why_not: dict[str, Any] = {
+        "reference": why_not_reference(call) or other or SLOWER["reference"],
+        "torch": other or SLOWER["torch"],
+        "triton": why_not_triton(call) or other or unverified(call),
+    }
+    del why_not[chosen]
     density = call.exact / call.field.n_key_tiles if isinstance(call, AdaptiveCall) else None
     return Explanation(chosen, why_not, isinstance(call, Call) and are_fixed(call.coefficients), density)
 
 
 def prepare(
-    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, *, impl: str = "auto",
+    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, *,
     state: State | None = None, return_state: bool | str = False, decay: float | Tensor | None = None,
     key_padding_mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
     **options: Any,
@@ -219,7 +217,7 @@ def prepare(
     elif decay is not None and not isinstance(decay, Tensor):
         raise ValueError(f"decay must be None, a float or a tensor [heads], got {type(decay).__name__}.")
     kept = Options(decay="tensor" if isinstance(decay, Tensor) else decay, **options)
-    check_options(op, kept, impl, return_state)
+    check_options(op, kept, return_state)
     check_frames(kept, q.shape[1])
     warn_of_eps(op, kept, q.shape[1], q.shape[3])
     check_features(q.shape[3], kept.feature_map)
@@ -263,46 +261,25 @@ class TwoSided(NamedTuple):
 
 
 def run(
-    op: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any
+    op: str, tokens: tuple[Tensor, ...], coefficients: Tensor | None = None, impl: str = "auto", **options: Any
 ) -> Any:
-    """Check one call, choose its implementation and run it; body of all public operators."""
-    form = form_of(op, impl, options, (q, k, v, coefficients))
+    """Check one call, choose its implementation and run it; body of the operators of `OPS`.
+
+    tokens: (q, k, v), or (qkv,), for which the backward of a two-sided call writes a single buffer."""
+    form = form_of(op, impl, options, (*tokens, coefficients))
     known = recall(form)
     if known is not None:
-        return _two_sided(known, (q, k, v), coefficients, WHOLE)
-    call = prepare(op, q, k, v, coefficients, impl=impl, **options)
+        return _two_sided(known, tokens, coefficients, WHOLE)
+    call = prepare(op, *unpacked(tokens), coefficients, **options)
     chosen = choose(call, impl)
-    if _is_two_sided(call, chosen):
-        known = TwoSided.of(call, 3, chosen)
-        remember(form, known)
-        return _two_sided(known, (q, k, v), coefficients, call.sequences)
-    with plain_precision(call.q):
-        y, state = (definition(call), None) if chosen == "reference" else _kernel(call, chosen)
-    return (y, state) if call.return_state else y
-
-
-def run_packed(op: str, qkv: Tensor, coefficients: Tensor | None = None, impl: str = "auto", **options: Any) -> Any:
-    """Run one call with qkv [B, N, 3, H, D]. Two-sided calls use the packed operator, whose backward writes a single
-    buffer."""
-    form = form_of(op, impl, options, (qkv, coefficients))
-    known = recall(form)
-    if known is not None:
-        return _two_sided(known, (qkv,), coefficients, WHOLE)
-    check_packed(qkv)
-    q, k, v = qkv.unbind(2)
-    call = prepare(op, q, k, v, coefficients, impl=impl, **options)
-    chosen = choose(call, impl)
-    if not _is_two_sided(call, chosen):
-        return run(op, q, k, v, coefficients, impl, **options)
-    known = TwoSided.of(call, 1, chosen)
+    stateful = call.state is not None or call.return_state
+    if op == "softmax_attention" or call.options.causal or stateful or chosen == "reference":
+        with plain_precision(call.q):
+            y, state = (definition(call), None) if chosen == "reference" else _kernel(call, chosen)
+        return (y, state) if call.return_state else y
+    known = TwoSided.of(call, len(tokens), chosen)
     remember(form, known)
-    return _two_sided(known, (qkv,), coefficients, call.sequences)
-
-
-def _is_two_sided(call: Call, chosen: str) -> bool:
-    """Whether a call runs the two-sided custom operator."""
-    stateless = call.state is None and not call.return_state
-    return call.op != "softmax_attention" and not call.options.causal and stateless and chosen != "reference"
+    return _two_sided(known, tokens, coefficients, call.sequences)
 
 
 def _two_sided(known: TwoSided, tokens: tuple[Tensor, ...], coefficients: Tensor | None, seqs: Sequences) -> Tensor:
@@ -319,8 +296,7 @@ def _two_sided(known: TwoSided, tokens: tuple[Tensor, ...], coefficients: Tensor
 
 def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", **options: Any) -> Any:
     """Check, choose and run one call of `mhla`; tokens (q, k, v), or (qkv,) whose gradient is one packed tensor."""
-    q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
-    call = block_call.prepare(q, k, v, mixing, impl=impl, **options)
+    call = block_call.prepare(*unpacked(tokens), mixing, **options)
     chosen = choose(call, impl)
     q, k, v, mixing, kept, mask, rotary, state, return_state = call
     if chosen == "triton" and kept.causal == "frame":
@@ -339,8 +315,7 @@ def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", *
 
 def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "auto", **options: Any) -> Tensor:
     """Check, choose and run one call of `taylor2`; tokens (q, k, v), or (qkv,) whose gradient is one packed tensor."""
-    q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
-    call = taylor_call.prepare(q, k, v, coefficients, impl=impl, **options)
+    call = taylor_call.prepare(*unpacked(tokens), coefficients, **options)
     chosen = choose(call, impl)
     with plain_precision(call.q):
         if chosen == "reference":
@@ -352,12 +327,12 @@ def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "au
         return TAYLOR[len(given)][0](*given, call.coefficients, *call[6:])[0]
 
 
-def run_multipole(q: Tensor, k: Tensor, v: Tensor, impl: str, op: str, **options: Any) -> Tensor:
-    """Check, choose and run one call of `multipole` or `adaptive_multipole`."""
-    call = PREPARE[op](q, k, v, impl=impl, **options)
+def run_multipole(op: str, tokens: tuple[Tensor, ...], impl: str = "auto", **options: Any) -> Tensor:
+    """Check, choose and run one call of `multipole` or `adaptive_multipole`; tokens (q, k, v)."""
+    call = PREPARE[op](*tokens, **options)
     chosen = choose(call, impl)
     if chosen == "triton":
-        refuse_forward_mode(op, q, k, v)
+        refuse_forward_mode(op, *tokens)
     with plain_precision(call.q):
         return FORMS[type(call)][chosen](call)
 

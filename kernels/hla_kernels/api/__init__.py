@@ -101,7 +101,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords
     Dv] -> [B, N, H, Dv], tokens before heads; options and errors in the module's docstring; ridge is not defined.
     Katharopoulos et al., arXiv 2006.16236, Eq 5.
     """
-    return run("linear_attention", q, k, v, **options)
+    return run("linear_attention", (q, k, v), **options)
 
 
 def hla2(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
@@ -112,7 +112,7 @@ def hla2(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result
     docstring. Zhang et al., arXiv 2510.27258, HLA2 := (A A') V masked as in Theorem 3.1; without decay it equals the
     recurrence of Eq. 4.1.
     """
-    return run("hla2", q, k, v, **options)
+    return run("hla2", (q, k, v), **options)
 
 
 def ahla(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
@@ -121,7 +121,7 @@ def ahla(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result
     Causal: o = LA(q, k, LA(q, k, v)); state P, E [D, Dv]. Shapes as `linear_attention`; options and errors in the
     module's docstring. Zhang et al., arXiv 2510.27258, AHLA := A A V, Theorem 6.1.
     """
-    return run("ahla", q, k, v, **options)
+    return run("ahla", (q, k, v), **options)
 
 
 def hla3(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
@@ -131,7 +131,7 @@ def hla3(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result
     as `linear_attention`; options and errors in the module's docstring. Zhang et al., arXiv 2510.27258, HLA3 := (A A'
     A) V; its Theorem 7.1 drops terms (tests/ops/test_errata.py).
     """
-    return run("hla3", q, k, v, **options)
+    return run("hla3", (q, k, v), **options)
 
 
 def polynomial(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Result:
@@ -143,7 +143,7 @@ def polynomial(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, **options:
     coefficients need no gradient (`explain` reports `fixed`), the backward pass most. Shapes as `linear_attention`;
     options and errors in the module docstring. Orders as in Zhang et al., arXiv 2510.27258.
     """
-    return run("polynomial", q, k, v, coefficients, **options)
+    return run("polynomial", (q, k, v), coefficients, **options)
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
@@ -153,4 +153,4 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keyword
     max_seqlen; other options raise ValueError. impl="torch" is torch's scaled_dot_product_attention. Vaswani et al.,
     arXiv 1706.03762, Eq. 1.
     """
-    return run("softmax_attention", q, k, v, **options)
+    return run("softmax_attention", (q, k, v), **options)

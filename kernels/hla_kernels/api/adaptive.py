@@ -7,7 +7,7 @@ from typing import Never
 
 from torch import Tensor
 
-from ..checks import check_unknown, named
+from ..checks import check_unknown
 from ..op import run_multipole
 
 
@@ -36,11 +36,8 @@ def adaptive_multipole(
     The selection has no gradient; everything else is differentiated exactly. Raises ValueError for wrong shapes,
     dtypes, devices and names.
     """
-    check_unknown(unknown, NAMES)
+    check_unknown(adaptive_multipole, unknown)
     return run_multipole(
-        q, k, v, impl, "adaptive_multipole", grid=grid, select=select, density=density, q_tile=q_tile, k_tile=k_tile,
+        "adaptive_multipole", (q, k, v), impl, grid=grid, select=select, density=density, q_tile=q_tile, k_tile=k_tile,
         far=far, prefix=prefix, suffix=suffix, q_scale=q_scale, key_padding_mask=key_padding_mask,
     )  # fmt: skip
-
-
-NAMES = named(adaptive_multipole)

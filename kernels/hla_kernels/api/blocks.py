@@ -8,7 +8,7 @@ from typing import Never, Required, TypedDict, Unpack
 from torch import Tensor
 
 from ..blockmix.streaming import BlockState
-from ..checks import check_packed, check_unknown, named
+from ..checks import check_unknown
 from ..op import run_blocks
 from . import Result
 
@@ -66,15 +66,12 @@ def mhla(
     `api`. First order: MHLA, token-level multi-head linear attention, o_i = q (Sum_b m_ib S_b) / (q . Sum_b m_ib z_b),
     with the denominator of the paper, which differs from its released code.
     """
-    check_unknown(unknown, NAMES)
+    check_unknown(mhla, unknown)
     return run_blocks(
         (q, k, v), mixing, impl=impl, grid=grid, blocks=blocks, feature_map=feature_map, normalize=normalize,
         order=order, causal=causal, prefix=prefix, token_mask=token_mask, rotary=rotary, rotary_half=rotary_half,
         scale=scale, q_scale=q_scale, eps=eps, moments=moments, state=state, return_state=return_state,
     )  # fmt: skip
-
-
-NAMES = named(mhla)
 
 
 class Keywords(TypedDict, total=False):
@@ -101,8 +98,7 @@ class Keywords(TypedDict, total=False):
 
 def mhla_qkvpacked(qkv: Tensor, mixing: Tensor, **options: Unpack[Keywords]) -> Result:
     """`mhla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' Sum_b m_ib P_b; its gradient is one packed tensor."""
-    check_packed(qkv)
-    check_unknown(options, NAMES)
+    check_unknown(mhla, options)
     for name in ("grid", "blocks"):
         if name not in options:
             raise ValueError(f"mhla_qkvpacked needs {name}, one positive integer for each axis, such as (16, 16).")

@@ -10,7 +10,7 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from ..checks import check_unknown, named
+from ..checks import check_unknown
 from ..delta_rule import fused
 from ..delta_rule.call import DeltaCall, prepare
 from ..delta_rule.operator import delta_op, evaluate
@@ -45,8 +45,8 @@ def delta(
     States and sums are float32 (float64 for float64 tokens). Raises ValueError for wrong shapes, dtypes, devices, names
     and decays. Derivatives: reverse mode, once.
     """
-    check_unknown(unknown, NAMES)
-    x = prepare(q, k, v, log_f=log_f, a=a, b=b, frame=frame, state=state, return_state=return_state, impl=impl)
+    check_unknown(delta, unknown)
+    x = prepare(q, k, v, log_f=log_f, a=a, b=b, frame=frame, state=state, return_state=return_state)
     refuse_forward_mode("delta", *x.tensors)
     with plain_precision(x.q):
         o, last = _run(x, choose(x, impl))
@@ -64,6 +64,3 @@ def _run(x: DeltaCall, form: str) -> tuple[Tensor, Tensor]:
     if form == "triton":
         return fused.delta_walk(*x.tensors, needs_backward(*x.tensors))[:2]
     return delta_op(*x) if form == "torch" else evaluate(*x, by_token=True)
-
-
-NAMES = named(delta)

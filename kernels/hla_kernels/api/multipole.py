@@ -7,7 +7,7 @@ from typing import Never
 
 from torch import Tensor
 
-from ..checks import check_unknown, named
+from ..checks import check_unknown
 from ..op import run_multipole
 
 
@@ -35,11 +35,8 @@ def multipole(
     Raises ValueError for wrong shapes, dtypes, devices and names. Plain torch code with all derivatives. Near field and
     expansions of the far field: Greengard and Rokhlin, J. Comput. Phys. 73, 1987.
     """
-    check_unknown(unknown, NAMES)
+    check_unknown(multipole, unknown)
     return run_multipole(
-        q, k, v, impl, "multipole", grid=grid, blocks=blocks, radius=radius, degree=degree, prefix=prefix,
+        "multipole", (q, k, v), impl, grid=grid, blocks=blocks, radius=radius, degree=degree, prefix=prefix,
         suffix=suffix, q_scale=q_scale, key_padding_mask=key_padding_mask,
     )  # fmt: skip
-
-
-NAMES = named(multipole)

@@ -11,36 +11,36 @@ from typing import Unpack
 
 from torch import Tensor
 
-from ..op import run_packed
+from ..op import run
 from . import Keywords, Result
 
 
 def linear_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`linear_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' s sum k v'."""
-    return run_packed("linear_attention", qkv, **options)
+    return run("linear_attention", (qkv,), **options)
 
 
 def hla2_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`hla2` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S C."""
-    return run_packed("hla2", qkv, **options)
+    return run("hla2", (qkv,), **options)
 
 
 def ahla_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`ahla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' R P."""
-    return run_packed("ahla", qkv, **options)
+    return run("ahla", (qkv,), **options)
 
 
 def hla3_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`hla3` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S Qm P."""
-    return run_packed("hla3", qkv, **options)
+    return run("hla3", (qkv,), **options)
 
 
 def polynomial_qkvpacked(qkv: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Result:
     """`polynomial` of qkv [B, N, 3, H, D] with coefficients [H, 4] -> [B, N, H, D]: o = q' (c1 P + c2 S C + c3 R P + c4
     S Qm P)."""
-    return run_packed("polynomial", qkv, coefficients, **options)
+    return run("polynomial", (qkv,), coefficients, **options)
 
 
 def softmax_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
     """`softmax_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]."""
-    return run_packed("softmax_attention", qkv, **options)
+    return run("softmax_attention", (qkv,), **options)

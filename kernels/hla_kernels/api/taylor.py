@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Never, TypedDict, Unpack
+from typing import Never
 
 from torch import Tensor
 
-from ..checks import check_packed, check_unknown, named
+from ..checks import check_unknown
 from ..op import run_taylor
 
 
@@ -33,27 +33,19 @@ def taylor2(
     Raises ValueError for wrong shapes, dtypes, devices and names. Reverse mode once, as in `api`. The expansion with
     its cross products as features: Arora et al., arXiv 2402.18668, section 4.1 (causal and without centring).
     """
-    check_unknown(unknown, NAMES)
+    check_unknown(taylor2, unknown)
     return run_taylor(
         (q, k, v), coefficients, narrow=narrow, normalize=normalize, q_scale=q_scale, impl=impl,
         key_padding_mask=key_padding_mask,
     )  # fmt: skip
 
 
-NAMES = named(taylor2)
-
-
-class Keywords(TypedDict, total=False):
-    """Keyword options of `taylor2`, except `narrow`. key_padding_mask [B, N] is True for real tokens."""
-
-    normalize: bool
-    q_scale: float
-    key_padding_mask: Tensor | None
-    impl: str
-
-
-def taylor2_qkvpacked(qkv: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Tensor:
-    """`taylor2` of qkv [B, N, 3, H, D] -> [B, N, H, D]; its gradient is one packed tensor."""
-    check_packed(qkv)
-    check_unknown(options, tuple(Keywords.__annotations__))
-    return run_taylor((qkv,), coefficients, **options)
+def taylor2_qkvpacked(
+    qkv: Tensor, coefficients: Tensor, *, normalize: bool = True, q_scale: float = 1.0,
+    key_padding_mask: Tensor | None = None, impl: str = "auto", **unknown: Never,
+) -> Tensor:  # fmt: skip
+    """`taylor2` of qkv [B, N, 3, H, D] -> [B, N, H, D], without `narrow`; its gradient is one packed tensor."""
+    check_unknown(taylor2_qkvpacked, unknown)
+    return run_taylor(
+        (qkv,), coefficients, normalize=normalize, q_scale=q_scale, impl=impl, key_padding_mask=key_padding_mask
+    )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..checks import cast_tensors, check_features, check_name, check_sequences, is_finite
 from ..features import FEATURE_MAPS
-from ..options import IMPLS
 from .layout import Layout
 from .options import MOMENTS, ORDERS, BlockOptions
 from .streaming import BlockState, check_state
@@ -32,12 +31,11 @@ class BlockCall(NamedTuple):
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, *, grid: Sequence[int], blocks: Sequence[int], prefix: int = 0,
-    token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None, impl: str = "auto",
+    token_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None,
     state: BlockState | None = None, return_state: bool = False, **options: Any,
 ) -> BlockCall:  # fmt: skip
     """Check a call. Autocast casts tokens, except float64."""
     q, k, v = cast_tensors(q, k, v)
-    check_name("impl", impl, IMPLS)
     layout = check_layout(grid, blocks, prefix)
     kept = BlockOptions(layout, **options)
     _check_options(kept)

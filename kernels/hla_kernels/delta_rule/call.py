@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_name, check_tensors
-from ..options import IMPLS, autocast_dtype, cast, compute_dtype
+from ..checks import check_tensors
+from ..options import autocast_dtype, cast, compute_dtype
 from .state import DeltaState
 
 MAX_RANK = 3
@@ -35,10 +35,9 @@ class DeltaCall(NamedTuple):
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, log_f: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None,
-    frame: int = 0, state: DeltaState | None = None, return_state: bool | str = False, impl: str = "auto",
+    frame: int = 0, state: DeltaState | None = None, return_state: bool | str = False,
 ) -> DeltaCall:  # fmt: skip
     """Check a call and expand every tensor to its full rank. Autocast casts tokens, except float64."""
-    check_name("impl", impl, IMPLS)
     if return_state not in (False, True, "mergeable"):
         raise ValueError(f"return_state must be False, True or 'mergeable', got {return_state!r}.")
     if state is not None and not isinstance(state, DeltaState):

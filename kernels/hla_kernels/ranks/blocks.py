@@ -28,7 +28,7 @@ SEEN: set[tuple] = set()  # (layout, tokens of this rank, ranks) whose tokens we
 
 def mix_blocks(
     q: Tensor, k: Tensor, v: Tensor, group: Any, *, mixing: Tensor, grid: Sequence[int], blocks: Sequence[int],
-    prefix: int = 0, rotary: tuple[Tensor, Tensor] | None = None, **options: Any,
+    prefix: int = 0, rotary: tuple[Tensor, Tensor] | None = None, impl: str = "auto", **options: Any,
 ) -> Tensor:  # fmt: skip
     """Return o [B, N, H, Dv] of this rank's tokens (`hla_kernels.mhla`). Raises ValueError for a causal call."""
     cast_tensors(*one_token(q, k, v))
@@ -36,7 +36,7 @@ def mix_blocks(
     layout, counts = check_layout(grid, blocks, prefix), token_counts(q.shape[1], group, q.device)
     form = (layout, q.shape[1], len(counts))
     n = layout.n_tokens if form in SEEN else int(counts.sum())  # a GPU is waited for once
-    call, chosen = _prepare(q, k, v, mixing, n, rotary, options | layout._asdict())
+    call, chosen = _prepare(q, k, v, mixing, n, rotary, impl, options | layout._asdict())
     SEEN.add(form)
     if call.options.causal:
         raise ValueError("tokens spread over ranks have no causal mhla, which orders the tokens inside a block.")
@@ -53,13 +53,13 @@ def mix_blocks(
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, n: int, rotary: Any, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, n: int, rotary: Any, impl: str, options: dict[str, Any]
 ) -> tuple[BlockCall, str]:
     """Check a call as one with the tokens of all ranks; return it and its implementation, the same on all ranks."""
     one, two, three = (x.new_zeros(1, 1, 1, x.shape[3]).expand(x.shape[0], n, *x.shape[2:]) for x in (q, k, v))
     turned = None if rotary is None else tuple(x.new_zeros(1, *x.shape[1:]).expand(n, *x.shape[1:]) for x in rotary)
     call = prepare(one, two, three, mixing, rotary=turned, **options)
-    chosen = choose(call, options.get("impl", "auto"))
+    chosen = choose(call, impl)
     q, k, v = (x.to(checked.dtype) for x, checked in zip((q, k, v), (call.q, call.k, call.v), strict=True))
     return call._replace(q=q, k=k, v=v), chosen
 

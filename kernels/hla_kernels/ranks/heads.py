@@ -15,9 +15,9 @@ from ..options import cast
 from .collectives import exchange, one_token, token_counts
 
 
-def by_heads(run: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, group: Any, **options: Any) -> Tensor:
-    """Return o [B, N, H, Dv] of this rank's tokens from `run(q=, k=, v=, **options)`, called with all tokens of
-    some heads.
+def by_heads(run: Callable[..., Any], op: str, q: Tensor, k: Tensor, v: Tensor, group: Any, **options: Any) -> Tensor:
+    """Return o [B, N, H, Dv] of this rank's tokens from `run(op, (q, k, v), **options)`, called with all tokens
+    of some heads.
 
     Options with one value per head (a decay [H] or [Hk]) are cut like the heads. Raises ValueError for fewer key heads
     than ranks.
@@ -40,7 +40,7 @@ def by_heads(run: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, group: An
     decay = options.get("decay")
     if isinstance(decay, Tensor):
         options["decay"] = decay.unflatten(0, (heads, -1))[first:last].flatten()
-    o = run(q=q, k=k, v=v, **options).unflatten(2, (last - first, -1))
+    o = run(op, (q, k, v), **options).unflatten(2, (last - first, -1))
     back = [(o.shape[0], counts[rank], b - a, *o.shape[3:]) for a, b in cuts]
     pieces = exchange([x.flatten() for x in o.split(counts, 1)], [torch.Size(s).numel() for s in back], group)
     return torch.cat([x.view(shape) for x, shape in zip(pieces, back, strict=True)], 2).flatten(2, 3)

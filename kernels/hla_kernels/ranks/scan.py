@@ -30,7 +30,7 @@ def scan(call: Call, group: Any, **options: Any) -> Tensor:
         before = merge(before, states.unpack(row))
     if call.q.shape[1] == 0:
         return call.q.new_zeros(*call.q.shape[:3], call.v.shape[3]) + states.pack(before).sum().to(call.q.dtype)
-    o, _ = run(call.op, call.q, call.k, call.v, state=before, return_state=True, **options)
+    o, _ = run(call.op, (call.q, call.k, call.v), state=before, return_state=True, **options)
     return o
 
 
@@ -42,7 +42,7 @@ def _own_state(call: Call, states: _States, options: dict[str, Any]) -> Tensor:
         return zero.expand(states.size)
 
     def state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return states.pack(run(call.op, q, k, v, return_state="mergeable", **options)[1])
+        return states.pack(run(call.op, (q, k, v), return_state="mergeable", **options)[1])
 
     return checkpoint(state, q, k, v, use_reentrant=False)
 

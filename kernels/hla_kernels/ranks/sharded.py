@@ -12,7 +12,7 @@ from ..features import feature
 from ..hla.layout import to_heads, to_tokens
 from ..hla.moments import operator_matrix, read_out, token_sums
 from ..op import Call, prepare, run, run_multipole
-from ..options import OPS, compute_dtype, plain_precision
+from ..options import IMPLS, OPS, compute_dtype, plain_precision
 from ..softmax.multipoles import PREPARE
 from .blocks import mix_blocks
 from .collectives import add_together, one_token
@@ -24,7 +24,7 @@ from .two_sided import evaluate, in_triton
 ABSENT = ("key_padding_mask", "token_mask", "cu_seqlens", "state", "return_state")  # unsupported
 
 
-def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: Any) -> Tensor:
+def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, impl: str = "auto", **options: Any) -> Tensor:
     """Return o [B, N, H, Dv] of this rank's tokens for `op` over the tokens of all ranks of `group`.
 
     op: an operator or its name. q [B, N, H, D], k, v [B, N, Hk, .]: this rank's tokens; N may be 0 and may differ
@@ -41,24 +41,25 @@ def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, **options: 
     check_name("operator", name, (*OPS, "mhla", "taylor2", *PREPARE))
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a process group of torch.distributed, or None for all ranks, got {group!r}.")
-    if options.get("impl") in ("reference", "triton"):
-        raise ValueError(f'impl="{options["impl"]}" cannot run tokens spread over ranks; use impl="auto".')
+    check_name("impl", impl, IMPLS)
+    if impl in ("reference", "triton"):
+        raise ValueError(f'impl="{impl}" cannot run tokens spread over ranks; use impl="auto".')
     for absent in ABSENT:
         if options.get(absent) not in (None, False):
             raise ValueError(f"tokens spread over ranks have no {absent}: {name} must be called without it.")
     if name == "mhla":
-        return mix_blocks(q, k, v, group, **options)
+        return mix_blocks(q, k, v, group, impl=impl, **options)
     if name == "taylor2":
         return expand(q, k, v, group, **options)
     if name in PREPARE:
-        return by_heads(run_multipole, q, k, v, group, op=name, **{"impl": "auto", **options})
+        return by_heads(run_multipole, name, q, k, v, group, impl=impl, **options)
     if name == "softmax_attention" or _is_ordered(name, options):
-        return by_heads(run, q, k, v, group, op=name, **options)
+        return by_heads(run, name, q, k, v, group, impl=impl, **options)
     call = _prepare(name, q, k, v, **options)
     with plain_precision(call.q):
         if call.options.causal:
-            return scan(call, group, **options)
-        return evaluate(call, group) if options.get("impl") != "torch" and in_triton(call) else _evaluate(call, group)
+            return scan(call, group, impl=impl, **options)
+        return evaluate(call, group) if impl != "torch" and in_triton(call) else _evaluate(call, group)
 
 
 def _is_ordered(name: str, options: dict[str, Any]) -> bool:

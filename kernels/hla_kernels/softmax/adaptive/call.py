@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...checks import cast_tensors, check_name, check_sequences, is_finite, is_number
-from ...options import IMPLS
 from .layout import Field
 
 SELECTS = ("error", "mass", "mean", "near")
@@ -39,11 +38,10 @@ class AdaptiveCall(NamedTuple):
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], select: str = "error", density: float = 0.125,
     q_tile: int = 64, k_tile: int = 16, far: str = "first", prefix: int = 0, suffix: int = 0, q_scale: float = 1.0,
-    key_padding_mask: Tensor | None = None, impl: str = "auto",
+    key_padding_mask: Tensor | None = None,
 ) -> AdaptiveCall:  # fmt: skip
     """Check a call. Autocast casts tokens, except float64."""
     q, k, v = cast_tensors(q, k, v)
-    check_name("impl", impl, IMPLS)
     check_name("select", select, SELECTS)
     check_name("far", far, FARS)
     check_adaptive(density, q_tile, k_tile)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...blockmix.call import check_layout
-from ...checks import cast_tensors, check_name, check_sequences, is_finite
-from ...options import IMPLS
+from ...checks import cast_tensors, check_sequences, is_finite
 from .layout import Field
 
 DEGREES = (0, 1, 2)
@@ -30,11 +29,10 @@ class MultipoleCall(NamedTuple):
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, *, grid: Sequence[int], blocks: Sequence[int], radius: int = 2, degree: int = 1,
-    prefix: int = 0, suffix: int = 0, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
+    prefix: int = 0, suffix: int = 0, q_scale: float = 1.0, key_padding_mask: Tensor | None = None,
 ) -> MultipoleCall:  # fmt: skip
     """Check a call. Autocast casts tokens, except float64."""
     q, k, v = cast_tensors(q, k, v)
-    check_name("impl", impl, IMPLS)
     layout = check_layout(grid, blocks, 0)
     for name, x in (("prefix", prefix), ("suffix", suffix), ("radius", radius)):
         if not isinstance(x, int | torch.SymInt) or isinstance(x, bool) or x < 0:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...checks import cast_tensors, check_name, check_sequences, is_finite
-from ...options import IMPLS
+from ...checks import cast_tensors, check_sequences, is_finite
 
 
 class TaylorCall(NamedTuple):
@@ -27,14 +26,13 @@ class TaylorCall(NamedTuple):
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, *, narrow: Sequence[Tensor] | None = None,
-    normalize: bool = True, q_scale: float = 1.0, key_padding_mask: Tensor | None = None, impl: str = "auto",
+    normalize: bool = True, q_scale: float = 1.0, key_padding_mask: Tensor | None = None,
 ) -> TaylorCall:  # fmt: skip
     """Check a call. Autocast casts tokens, except float64."""
     given = cast_tensors(q, k, v)
     _check_coefficients(coefficients, q)
     q2, k2 = (None, None) if narrow is None else _cast_narrow(narrow, q, k, v)
     q, k, v = given
-    check_name("impl", impl, IMPLS)
     if not isinstance(normalize, bool):
         raise ValueError(f"normalize must be True or False, got {normalize!r}.")
     if not is_finite(q_scale):
