@@ -45,55 +45,38 @@ def no_moments(q: Tensor, k: Tensor, v: Tensor, n_blocks: int, order: str) -> Mo
     return tuple(v.new_zeros((*heads, n_blocks, f, width)) for heads, width in shapes)
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, m: Tensor, order: str, before: Moments) -> tuple[Tensor, Moments]:
-    """Return (W v, moments after these tokens) for blocks [.., M, W, .] with scaled queries; before: moments of the
-    preceding tokens."""
-    inside, low, mu = (q @ k.mT).tril(), m.tril(-1), own(m)
+def step(
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor, order: str, before: Moments, rows: Tensor | None = None
+) -> tuple[Tensor, Moments]:
+    """Return (W v, moments after these tokens) for blocks [.., C, W, .] with scaled queries; rows [C]: their numbers,
+    all M blocks if None; before: moments of the preceding tokens, of all blocks."""
+    inside = (q @ k.mT).tril()
+    if rows is None:
+        here, low, mu = before, m.tril(-1), own(m)
+    else:
+        here, row = tuple(x.index_select(-3, rows) for x in before), m.index_select(-2, rows)
+        low = row * (torch.arange(m.shape[-1], device=m.device) < rows[:, None])
+        mu = own(row.index_select(-1, rows))
+
+    def after(*new: Tensor) -> Moments:
+        both = zip(before, new, strict=True)
+        return tuple(x + y if rows is None else x.index_add(-3, rows, y) for x, y in both)
+
     if order == "la":
-        moment = before[0] + k.mT @ v
-        return q @ (mix(moment, low) + mu * before[0]) + mu * (inside @ v), (moment,)
-    a, b, pair = before
+        moments = after(k.mT @ v)
+        return q @ (mix(moments[0], low) + mu * here[0]) + mu * (inside @ v), moments
+    a, b, pair = here
     if order == "ahla":
         reached = inside @ v + q @ b  # inner product of each token with its block so far
-        after = a + k.mT @ q, b + k.mT @ v, pair + k.mT @ reached
-        mixed = mix(after[1], low)
+        moments = after(k.mT @ q, k.mT @ v, k.mT @ reached)
+        mixed = mix(moments[1], low)
         operator, y = a @ mixed, inside @ (q @ mixed + mu * reached)
     else:
         reached = inside @ k + q @ a
-        after = a + k.mT @ k, b + q.mT @ v, pair + reached.mT @ v
-        mixed = mix(after[0], low)
+        moments = after(k.mT @ k, q.mT @ v, reached.mT @ v)
+        mixed = mix(moments[0], low)
         operator, y = mixed @ b, (q @ (q @ mixed + mu * reached).mT).tril() @ v
-    earlier = pairs(low, *after, order)
-    return q @ (earlier + mu * (operator + mu * pair)) + mu * y, after
-
-
-def one(
-    q: Tensor, k: Tensor, v: Tensor, m: Tensor, order: str, before: Moments, block: Tensor
-) -> tuple[Tensor, Moments]:
-    """Run `step` for one token [.., 1, F] of the block `block` [1]."""
-    row = m.index_select(-2, block)
-    mu, low = row.index_select(-1, block), row * (torch.arange(m.shape[-1], device=m.device) < block)
-
-    def add(moment: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the moments (of all blocks, of this block) including the token."""
-        after = moment.index_add(-3, block, new[..., None, :, :])
-        return after, after.index_select(-3, block).squeeze(-3)
-
-    if order == "la":
-        moment, here = add(before[0], k.mT @ v)
-        return q @ (mix(moment, low).squeeze(-3) + mu * here), (moment,)
-    if order == "ahla":
-        a, here_a = add(before[0], k.mT @ q)
-        b, here_b = add(before[1], k.mT @ v)
-        pair, here = add(before[2], k.mT @ (q @ here_b))
-        operator = here_a @ mix(b, low).squeeze(-3)
-    else:
-        a, here_a = add(before[0], k.mT @ k)
-        b, here_b = add(before[1], q.mT @ v)
-        pair, here = add(before[2], (q @ here_a).mT @ v)
-        operator = mix(a, low).squeeze(-3) @ here_b
-    earlier = pairs(low, a, b, pair, order)
-    return q @ (earlier.squeeze(-3) + mu * (operator + mu * here)), (a, b, pair)
+    return q @ (pairs(low, *moments, order) + mu * (operator + mu * pair)) + mu * y, moments
 
 
 def pairs(low: Tensor, a: Tensor, b: Tensor, pair: Tensor, order: str) -> Tensor:

@@ -143,7 +143,9 @@ class Place:
         moments = tuple(before) or causal.no_moments(q, k, v, self.layout.n_blocks, order)
         if self.m == 1:
             block = block_table(self.layout, q.device)[self.index]
-            return causal.one(q * p.s, k, v, p.m, order, moments, block)
+            q, k, v = (x.unsqueeze(-3) for x in (q * p.s, k, v))
+            y, after = causal.step(q, k, v, p.m, order, moments, block)
+            return y.squeeze(-3), after
         where = block_slots(self.layout, q.device)[1][self.index]
         q, k, v = (self._cut(x, where) for x in (q * p.s, k, v))
         y, after = causal.step(q, k, v, p.m, order, moments)
