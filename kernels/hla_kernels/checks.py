@@ -59,6 +59,16 @@ def is_finite(x: Any) -> bool:
     return is_number(x) and abs(x) <= LARGEST
 
 
+def is_count(x: Any, least: int = 0) -> bool:
+    """Whether x is an integer, which may be symbolic while compiling, of at least `least`; True and False are not."""
+    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool) and bool(x >= least)
+
+
+def shape_of(x: Any) -> tuple[int, ...] | str:
+    """Return the shape of a tensor, or the type of something else, for an error message."""
+    return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+
+
 def check_unknown(function: Callable, options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that are no parameters of a public function."""
     for name in options:
@@ -67,9 +77,10 @@ def check_unknown(function: Callable, options: Mapping[str, Any]) -> None:
         check_name("option", name, [name for name in known if name not in ("q", "k", "v", "qkv")])
 
 
-def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:
+def check_tensors(q: Any, k: Any, v: Any) -> None:
     """Raise ValueError unless q [B, N, H, D], k [B, N, Hk, D] and v [B, N, Hk, Dv] are floating point, of one dtype
-    (unless autocast) and device, with 1 <= D, Dv <= MAX_HEAD_DIM."""
+    (unless autocast is on) and device, with 1 <= D, Dv <= MAX_HEAD_DIM."""
+    autocast = autocast_dtype(q) is not None
     named = (("q", q), ("k", k), ("v", v))
     for name, x in named:
         if not isinstance(x, Tensor):
@@ -90,13 +101,13 @@ def check_tensors(q: Any, k: Any, v: Any, autocast: bool) -> None:
 
 def cast_tensors(q: Any, k: Any, v: Any) -> tuple[Tensor, ...]:
     """Run `check_tensors`; return the tensors, cast for autocast."""
-    check_tensors(q, k, v, autocast_dtype(q) is not None)
+    check_tensors(q, k, v)
     return cast(q, k, v)
 
 
 def _check_dtype(name: str, x: Tensor) -> None:
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-        raise ValueError(f"{name} must be float16, bfloat16, float32 or float64 (floating point), got {x.dtype}.")
+        raise ValueError(f"{name} must be floating point (float16, bfloat16, float32 or float64), got {x.dtype}.")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -130,8 +141,7 @@ def unpacked(tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         return tokens[0], tokens[1], tokens[2]
     qkv = tokens[0]
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
-        got = tuple(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
-        raise ValueError(f"qkv must have shape [batch, tokens, 3, heads, head dim], got {got}.")
+        raise ValueError(f"qkv must have shape [batch, tokens, 3, heads, head dim], got {shape_of(qkv)}.")
     q, k, v = qkv.unbind(2)
     return q, k, v
 
@@ -156,7 +166,7 @@ def check_sequences(q: Tensor, mask: Any, cu_seqlens: Any, max_seqlen: Any) -> N
         raise ValueError(f"cu_seqlens must have shape [sequences + 1], got {tuple(cu_seqlens.shape)}.")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs tokens packed in a batch of one, got a batch of {q.shape[0]}.")
-    if not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool) or max_seqlen < 1:
+    if not is_count(max_seqlen, 1):
         raise ValueError(f"max_seqlen must be an int of at least 1, the longest sequence, got {max_seqlen!r}.")
     if max_seqlen > MAX_SEQLEN and max_seqlen > q.shape[1]:
         raise ValueError(f"max_seqlen must be at most {MAX_SEQLEN} or the number of tokens, got {max_seqlen}.")
@@ -195,36 +205,44 @@ def check_whole_sequences(causal: bool | str, state: bool, masked: bool) -> None
 
 def check_options(op: str, options: Options, return_state: Any) -> None:
     """Raise ValueError for names, numbers and combinations of options that `op` does not define."""
-    if options.feature_map is not None:
-        check_name("feature_map", options.feature_map, FEATURE_MAPS)
+    check_values(options, "mean_path")
     if options.center is not None:
         check_name("center", options.center, CENTERS)
     check_name("decay_rule", options.decay_rule, DECAY_RULES)
-    for name in ("causal", "normalize", "mean_path"):
-        if name == "causal" and options.causal == "frame":
-            continue
-        if not isinstance(getattr(options, name), bool):  # strings such as "false" are truthy
-            raise ValueError(f"{name} must be True or False, got {getattr(options, name)!r}.")
     if not isinstance(return_state, bool) and return_state != "mergeable":
         raise ValueError(f'return_state must be False, True or "mergeable", got {return_state!r}.')
-    if not is_finite(options.ridge) or options.ridge < 0:
-        raise ValueError(f"ridge must be a finite number >= 0, got {options.ridge!r}.")
-    if not is_finite(options.eps) or options.eps < 0:
-        raise ValueError(f"eps must be a finite number >= 0, got {options.eps!r}.")
-    if options.scale is not None and not is_finite(options.scale):
-        raise ValueError(f"scale must be None or a finite number, got {options.scale!r}.")
-    if not is_finite(options.q_scale):
-        raise ValueError(f"q_scale must be a finite number, got {options.q_scale!r}.")
+    check_finite("ridge", options.ridge, 0)
     if op == "softmax_attention":
         _check_softmax(options, return_state)
     else:
         _check_linear(op, options)
 
 
+def check_values(options: Any, *flags: str) -> None:
+    """Raise ValueError for wrong values of flags and of the options that all linear operators have."""
+    if options.feature_map is not None:
+        check_name("feature_map", options.feature_map, FEATURE_MAPS)
+    for name in ("causal", "normalize", *flags):
+        x = getattr(options, name)
+        if not isinstance(x, bool) and (name, x) != ("causal", "frame"):  # strings such as "false" are truthy
+            hint = ' (causal may also be "frame")' if name == "causal" else ""
+            raise ValueError(f"{name} must be True or False, got {x!r}{hint}.")
+    check_finite("eps", options.eps, 0)
+    check_finite("q_scale", options.q_scale)
+    if options.scale is not None and not is_finite(options.scale):
+        raise ValueError(f"scale must be None or a finite number, got {options.scale!r}.")
+
+
+def check_finite(name: str, x: Any, least: float | None = None) -> None:
+    """Raise ValueError unless x is a finite number of at least `least`."""
+    if not is_finite(x) or (least is not None and x < least):
+        raise ValueError(f"{name} must be a finite number{'' if least is None else f' >= {least}'}, got {x!r}.")
+
+
 def check_frames(options: Options, n: int) -> None:
     """Raise ValueError unless n tokens are whole frames, if causal="frame"."""
     frame = options.frame
-    if not isinstance(frame, int) or isinstance(frame, bool) or frame < 0:
+    if not is_count(frame):
         raise ValueError(f"frame must be the number of tokens per frame, got {frame!r}.")
     if (options.causal == "frame") != (frame > 0):
         raise ValueError(
@@ -253,8 +271,6 @@ def _check_linear(op: str, options: Options) -> None:
         raise ValueError(f"ridge is defined for {', '.join(RIDGED)} only, not for {op}.")
     if options.decay is not None and not options.causal:
         raise ValueError("decay needs causal=True: two-sided moments have no order of tokens.")
-    if isinstance(options.decay, float) and not 0 < options.decay <= 1:
-        raise ValueError(f"decay must be in (0, 1], got {options.decay}.")
     if op == "hla2" and options.causal and options.decay_rule == "paper":
         if options.frame:
             raise ValueError('decay_rule="paper" is not defined for frames; use decay_rule="cascade".')
@@ -262,20 +278,22 @@ def _check_linear(op: str, options: Options) -> None:
             raise ValueError('decay_rule="paper" has no centred form; use decay_rule="cascade" with center.')
         if options.normalize and options.decay not in (None, 1.0):
             raise ValueError('normalize with decay_rule="paper" divides by a signed sum; use decay_rule="cascade".')
-    if options.normalize:
-        _check_normalize(options)
+    if not options.normalize:
+        return
+    check_ratio(options)
+    if options.center is not None:
+        raise ValueError("normalize=True with center divides by zero or a signed sum; use one of them.")
+    if options.mean_path:
+        raise ValueError("normalize=True with mean_path: normalised weights sum to one already; use one of them.")
 
 
-def _check_normalize(options: Options) -> None:
+def check_ratio(options: Any) -> None:
+    """Raise ValueError unless the features and scales of a linear operator with normalize=True may be positive."""
     if options.feature_map is None:
         raise ValueError(
             "normalize=True with signed q and k divides by a signed sum; choose a non-negative feature_map "
             f'({", ".join(NON_NEGATIVE_MAPS)}), or feature_map="identity" if q and k are non-negative already.'
         )
-    if options.center is not None:
-        raise ValueError("normalize=True with center divides by zero or a signed sum; use one of them.")
-    if options.mean_path:
-        raise ValueError("normalize=True with mean_path: normalised weights sum to one already; use one of them.")
     if options.scale is not None and options.scale <= 0:
         raise ValueError(f"normalize=True needs scale > 0, got {options.scale}.")
     if options.q_scale <= 0:
@@ -309,7 +327,7 @@ def check_decay(decay: float | Tensor | None, n_heads: int, n_key_heads: int, dt
     smallest = torch.finfo(dtype).tiny
     if isinstance(decay, Tensor):
         _check_decay_tensor(decay, n_heads, n_key_heads, dtype)
-    elif decay is not None and decay < smallest:
+    elif decay is not None and not smallest <= decay <= 1:
         raise ValueError(f"decay must be in (0, 1] and at least {smallest:.2g} in {dtype}, got {decay}.")
 
 
@@ -330,15 +348,18 @@ def _check_decay_tensor(decay: Tensor, n_heads: int, n_key_heads: int, dtype: to
 
 
 def check_coefficients(op: str, coefficients: Any, n_heads: int, device: torch.device) -> None:
-    """Raise ValueError unless `polynomial` has coefficients [H, 4] (any floating-point dtype, on the device of q) and
-    other operators have none."""
-    if op != "polynomial":
-        if coefficients is not None:
-            raise ValueError(f"coefficients belong to polynomial, {op} takes none.")
-        return
-    if not isinstance(coefficients, Tensor) or tuple(coefficients.shape) != (n_heads, 4):
-        got = tuple(coefficients.shape) if isinstance(coefficients, Tensor) else type(coefficients).__name__
-        raise ValueError(f"coefficients must be a tensor of shape [heads, 4] = [{n_heads}, 4], got {got}.")
-    _check_dtype("coefficients", coefficients)
-    if coefficients.device != device:
-        raise ValueError(f"coefficients must be on the device of q, {device}, got {coefficients.device}.")
+    """Raise ValueError unless `polynomial` has coefficients [H, 4] and other operators have none."""
+    if op == "polynomial":
+        check_parameter("coefficients", coefficients, device, ((n_heads, 4),), f"[heads, 4] = [{n_heads}, 4]")
+    elif coefficients is not None:
+        raise ValueError(f"coefficients belong to polynomial, {op} takes none.")
+
+
+def check_parameter(name: str, x: Any, device: torch.device, shapes: tuple[tuple[int, ...], ...], allowed: str) -> None:
+    """Raise ValueError unless x is a tensor of one of the shapes, of any floating-point dtype, on the device of q.
+    Values are not checked. allowed: the shapes in the message."""
+    if not isinstance(x, Tensor) or tuple(x.shape) not in shapes:
+        raise ValueError(f"{name} must have shape {allowed}, got {shape_of(x)}.")
+    _check_dtype(name, x)
+    if x.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}.")

@@ -8,8 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import cast_tensors, check_features, check_name, check_sequences, is_finite
-from ..features import FEATURE_MAPS
+from ..checks import (
+    cast_tensors,
+    check_features,
+    check_name,
+    check_parameter,
+    check_ratio,
+    check_sequences,
+    check_values,
+    is_count,
+)
 from .layout import Layout
 from .options import MOMENTS, ORDERS, BlockOptions
 from .streaming import BlockState, check_state
@@ -62,7 +70,7 @@ def prepare(
 def check_layout(grid: Any, blocks: Any, prefix: Any) -> Layout:
     """Return the layout. Raises ValueError unless every axis of the grid has between 1 and its length blocks."""
     for name, x in (("grid", grid), ("blocks", blocks)):
-        if not isinstance(x, Sequence) or not x or not all(_is_count(n) and n >= 1 for n in x):
+        if not isinstance(x, Sequence) or not x or not all(is_count(n, 1) for n in x):
             raise ValueError(f"{name} must be one positive integer for each axis, such as (16, 16), got {x!r}.")
     if len(grid) != len(blocks):
         raise ValueError(f"grid and blocks must have one number for each axis, got {tuple(grid)} and {tuple(blocks)}.")
@@ -71,24 +79,15 @@ def check_layout(grid: Any, blocks: Any, prefix: Any) -> Layout:
             raise ValueError(
                 f"An axis cannot have more blocks than tokens: blocks {tuple(blocks)}, grid {tuple(grid)}."
             )
-    if not _is_count(prefix) or prefix < 0:
+    if not is_count(prefix):
         raise ValueError(f"prefix must be the number of tokens before the grid, at least 0, got {prefix!r}.")
     return Layout(tuple(grid), tuple(blocks), prefix)  # integers may be symbolic while compiling
-
-
-def _is_count(x: Any) -> bool:
-    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
 
 
 def _check_options(o: BlockOptions) -> None:
     check_name("order", o.order, ORDERS)
     check_name("moments", o.moments, MOMENTS)
-    if o.feature_map is not None:
-        check_name("feature_map", o.feature_map, FEATURE_MAPS)
-    for name in ("normalize", "causal", "rotary_half"):
-        if not isinstance(getattr(o, name), bool) and (name, o.causal) != ("causal", "frame"):
-            also = ", or 'frame'" if name == "causal" else ""
-            raise ValueError(f"{name} must be True or False{also}, got {getattr(o, name)!r}.")
+    check_values(o, "rotary_half")
     if o.causal == "frame":
         _check_frames(o)
     if o.causal is True and any(m > 1 for m in o.layout.blocks[1:]):
@@ -96,19 +95,8 @@ def _check_options(o: BlockOptions) -> None:
             "causal needs blocks that are runs of the raster order, cut along the first axis alone, "
             f"got blocks {o.layout.blocks}."
         )
-    if o.normalize and o.feature_map is None:
-        raise ValueError(
-            "normalize=True with signed q and k divides by a signed sum; choose a non-negative feature_map, or "
-            'feature_map="identity" if q and k are non-negative already.'
-        )
-    if o.scale is not None and not is_finite(o.scale):
-        raise ValueError(f"scale must be None or a finite number, got {o.scale!r}.")
-    if not is_finite(o.q_scale):
-        raise ValueError(f"q_scale must be a finite number, got {o.q_scale!r}.")
-    if not is_finite(o.eps) or o.eps < 0:
-        raise ValueError(f"eps must be a finite number >= 0, got {o.eps!r}.")
-    if o.normalize and (o.q_scale <= 0 or (o.scale is not None and o.scale <= 0)):
-        raise ValueError(f"normalize=True needs scale > 0 and q_scale > 0, got {o.scale} and {o.q_scale}.")
+    if o.normalize:
+        check_ratio(o)
 
 
 def _check_frames(o: BlockOptions) -> None:
@@ -131,17 +119,11 @@ def _check_tokens(n: int, o: BlockOptions) -> None:
 
 
 def check_mixing(mixing: Any, layout: Layout, q: Tensor) -> None:
-    """Raise ValueError unless mixing is [M, M] or [H, M, M], floating point (of any dtype), and on the device of q.
-    Values are not checked."""
+    """Raise ValueError unless mixing is [M, M] or [H, M, M]."""
     m, h = layout.n_blocks, q.shape[2]
-    if not isinstance(mixing, Tensor) or tuple(mixing.shape) not in ((m, m), (h, m, m)):
-        got = tuple(mixing.shape) if isinstance(mixing, Tensor) else type(mixing).__name__
-        also = " (one block is the prefix)" if layout.prefix else ""
-        raise ValueError(f"mixing must have shape [{m}, {m}] or [{h}, {m}, {m}]{also}, got {got}.")
-    if not mixing.dtype.is_floating_point or mixing.dtype.itemsize < 2:
-        raise ValueError(f"mixing must be floating point of 16 bits or more, got {mixing.dtype}.")
-    if mixing.device != q.device:
-        raise ValueError(f"mixing must be on the device of q, {q.device}, got {mixing.device}.")
+    also = " (one block is the prefix)" if layout.prefix else ""
+    allowed = f"[{m}, {m}] or [{h}, {m}, {m}]{also}"
+    check_parameter("mixing", mixing, q.device, ((m, m), (h, m, m)), allowed)
 
 
 def check_rotary(rotary: Any, q: Tensor) -> None:

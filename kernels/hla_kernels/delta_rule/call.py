@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_tensors
-from ..options import autocast_dtype, cast, compute_dtype
+from ..checks import check_tensors, is_count, shape_of
+from ..options import cast, compute_dtype
 from .state import DeltaState
 
 MAX_RANK = 3
@@ -50,14 +50,14 @@ def prepare(
                 f"rank of 1 to {MAX_RANK}, got shape {tuple(x.shape)}."
             )
     first_k, first_v = (x[:, :, :, 0] if isinstance(x, Tensor) else x for x in (k, v))
-    check_tensors(q, first_k, first_v, autocast_dtype(q) is not None)
+    check_tensors(q, first_k, first_v)
     if k.shape[2] != q.shape[2] or k.shape[3] != v.shape[3]:
         raise ValueError(
             f"q, k and v must have the same heads and k and v the same rank, got {q.shape[2]} heads of q, "
             f"{tuple(k.shape[2:4])} of k and {tuple(v.shape[2:4])} of v."
         )
     q, k, v = cast(q, k, v)
-    if isinstance(frame, bool) or not isinstance(frame, int | torch.SymInt) or frame < 0:
+    if not is_count(frame):
         raise ValueError(f"frame must be the number of tokens per frame, or 0 for no frames, got {frame!r}.")
     if frame and q.shape[1] % frame:
         raise ValueError(f"{q.shape[1]} tokens are no whole number of frames of {frame} tokens.")
@@ -72,9 +72,8 @@ def _low_rank(q: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:
     for name, x in (("a", a), ("b", b)):
         good = isinstance(x, Tensor) and x.dim() == 5 and (*x.shape[:3], x.shape[4]) == tuple(q.shape)
         if not good or not 0 <= x.shape[3] <= MAX_RANK or x.device != q.device:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             wanted = [*q.shape[:3], f"0 to {MAX_RANK}", q.shape[3]]
-            raise ValueError(f"{name} must be a tensor {wanted} on the device of q, got {got}.")
+            raise ValueError(f"{name} must be a tensor {wanted} on the device of q, got {shape_of(x)}.")
     if a.shape[3] != b.shape[3]:
         raise ValueError(f"a and b must have one rank, got {a.shape[3]} and {b.shape[3]}.")
     return a, b
@@ -89,8 +88,7 @@ def _decays(q: Tensor, log_f: Any) -> Tensor:
     if wanted is None or log_f.shape != wanted or log_f.device != q.device:
         names = ("[H]", "[B, N, H]", "[B, N, H, D]")
         allowed = ", ".join(f"{name} = {list(shape)}" for name, shape in zip(names, shapes.values(), strict=True))
-        got = tuple(log_f.shape) if isinstance(log_f, Tensor) else type(log_f).__name__
-        raise ValueError(f"log_f must be a tensor {allowed} on the device of q, got {got}.")
+        raise ValueError(f"log_f must be a tensor {allowed} on the device of q, got {shape_of(log_f)}.")
     if log_f.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((log_f <= 0).all()):
         raise ValueError("log_f must be at most 0 everywhere: decays are in [0, 1].")
     full = log_f.to(dtype)
@@ -102,6 +100,5 @@ def _state(q: Tensor, v: Tensor, state: Any) -> Tensor:
     if state is None:
         return q.new_zeros(shape, dtype=compute_dtype(q.dtype))
     if not isinstance(state, Tensor) or tuple(state.shape) != shape or state.device != q.device:
-        got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-        raise ValueError(f"The state of this call is a matrix {list(shape)} on the device of q, got {got}.")
+        raise ValueError(f"The state of this call is a matrix {list(shape)} on the device of q, got {shape_of(state)}.")
     return state

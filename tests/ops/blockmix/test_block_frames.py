@@ -124,7 +124,7 @@ def test_packed_and_compiled():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     (
-        ({"causal": "frames"}, "True or False, or 'frame'"),
+        ({"causal": "frames"}, 'causal may also be "frame"'),
         ({"blocks": (2, 2, 1)}, "blocks that divide a frame alone"),
         ({"grid": (60,), "blocks": (1,)}, "needs a grid"),
         ({"order": "ahla"}, "for order='la'"),

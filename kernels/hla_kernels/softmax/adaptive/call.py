@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ...checks import cast_tensors, check_name, check_sequences, is_finite, is_number
+from ...checks import cast_tensors, check_finite, check_name, check_sequences, is_count, is_number
 from .layout import Field
 
 SELECTS = ("error", "mass", "mean", "near")
@@ -45,8 +44,7 @@ def prepare(
     check_name("select", select, SELECTS)
     check_name("far", far, FARS)
     check_adaptive(density, q_tile, k_tile)
-    if not is_finite(q_scale):
-        raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
+    check_finite("q_scale", q_scale)
     field = _field(grid, prefix, suffix, q_tile, k_tile)
     if q.shape[1] != field.n_tokens:
         raise ValueError(
@@ -62,18 +60,14 @@ def check_adaptive(density: float, q_tile: int, k_tile: int) -> None:
     if not is_number(density) or not 0 < density <= 1:
         raise ValueError(f"density must be a part of the key tiles, above 0 and at most 1, got {density!r}.")
     for name, x in (("q_tile", q_tile), ("k_tile", k_tile)):
-        if not _is_count(x, 1) or x > LARGEST_TILE or x & (x - 1):
+        if not is_count(x, 1) or x > LARGEST_TILE or x & (x - 1):
             raise ValueError(f"{name} must be a power of two from 1 to {LARGEST_TILE} (tokens), got {x!r}.")
 
 
 def _field(grid: Sequence[int], prefix: int, suffix: int, q_tile: int, k_tile: int) -> Field:
-    if not isinstance(grid, Sequence) or not grid or not all(_is_count(n, 1) for n in grid):
+    if not isinstance(grid, Sequence) or not grid or not all(is_count(n, 1) for n in grid):
         raise ValueError(f"grid must be one positive integer for each axis, such as (16, 16), got {grid!r}.")
     for name, x in (("prefix", prefix), ("suffix", suffix)):
-        if not _is_count(x, 0):
+        if not is_count(x):
             raise ValueError(f"{name} must be a number of tokens of at least 0, got {x!r}.")
     return Field(tuple(map(int, grid)), int(prefix), int(suffix), int(q_tile), int(k_tile))
-
-
-def _is_count(x: object, least: int) -> bool:
-    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool) and bool(x >= least)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...blockmix.call import check_layout
-from ...checks import cast_tensors, check_sequences, is_finite
+from ...checks import cast_tensors, check_finite, check_sequences, is_count
 from .layout import Field
 
 DEGREES = (0, 1, 2)
@@ -35,12 +34,11 @@ def prepare(
     q, k, v = cast_tensors(q, k, v)
     layout = check_layout(grid, blocks, 0)
     for name, x in (("prefix", prefix), ("suffix", suffix), ("radius", radius)):
-        if not isinstance(x, int | torch.SymInt) or isinstance(x, bool) or x < 0:
+        if not is_count(x):
             raise ValueError(f"{name} must be a number of tokens of at least 0, got {x!r}.")
     if degree not in DEGREES or isinstance(degree, bool):
         raise ValueError(f"degree must be 0, 1 or 2, got {degree!r}.")
-    if not is_finite(q_scale):
-        raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
+    check_finite("q_scale", q_scale)
     field = Field(layout, prefix, suffix, min(radius, max(layout.grid)))  # with this radius all tokens are near
     if q.shape[1] != field.n_grid + field.n_outer:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...checks import cast_tensors, check_sequences, is_finite
+from ...checks import cast_tensors, check_finite, check_parameter, check_sequences
 
 
 class TaylorCall(NamedTuple):
@@ -30,26 +30,15 @@ def prepare(
 ) -> TaylorCall:  # fmt: skip
     """Check a call. Autocast casts tokens, except float64."""
     given = cast_tensors(q, k, v)
-    _check_coefficients(coefficients, q)
+    heads = q.shape[2]
+    check_parameter("coefficients", coefficients, q.device, ((heads, 2),), f"[heads, 2] = [{heads}, 2]")
     q2, k2 = (None, None) if narrow is None else _cast_narrow(narrow, q, k, v)
     q, k, v = given
     if not isinstance(normalize, bool):
         raise ValueError(f"normalize must be True or False, got {normalize!r}.")
-    if not is_finite(q_scale):
-        raise ValueError(f"q_scale must be a finite number, got {q_scale!r}.")
+    check_finite("q_scale", q_scale)
     check_sequences(q, key_padding_mask, None, None)
     return TaylorCall(q, k, v, coefficients, q2, k2, key_padding_mask, normalize, float(q_scale))
-
-
-def _check_coefficients(c: Any, q: Tensor) -> None:
-    heads = q.shape[2]
-    if not isinstance(c, Tensor) or tuple(c.shape) != (heads, 2):
-        got = tuple(c.shape) if isinstance(c, Tensor) else type(c).__name__
-        raise ValueError(f"coefficients must be a tensor of shape [heads, 2] = [{heads}, 2], got {got}.")
-    if not c.dtype.is_floating_point or c.dtype.itemsize < 2:
-        raise ValueError(f"coefficients must be floating point of 16 bits or more, got {c.dtype}.")
-    if c.device != q.device:
-        raise ValueError(f"coefficients must be on the device of q, {q.device}, got {c.device}.")
 
 
 def _cast_narrow(narrow: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
