@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any, NamedTuple
 
@@ -33,13 +32,11 @@ from .checks import (
 )
 from .delta_rule import call as delta_call
 from .delta_rule import fused as delta_fused
-from .dispatch.autograd import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.definition import definition
-from .dispatch.faults import Fault, warn
 from .dispatch.forms import form_of, recall, remember
-from .dispatch.operator import to_onnx
+from .dispatch.operator import are_fixed, needs_backward, refuse_forward_mode, to_onnx
 from .dispatch.trial import trial_of
-from .dispatch.verify import fault, is_shipped
+from .dispatch.verify import HAS_TRITON, Fault, fault, is_shipped, warn
 from .features import feature, feature_width
 from .hla import fused, stages
 from .hla.causal import causal
@@ -67,7 +64,6 @@ from .softmax.taylor import call as taylor_call
 from .softmax.taylor.operator import OPERATORS as TAYLOR
 from .softmax.taylor.reference import definition as taylor_definition
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 # arguments of a call in addition to tokens and `Options`
 BESIDE = ("coefficients", "state", "return_state", "key_padding_mask", "cu_seqlens", "max_seqlen")
 SLOWER = {

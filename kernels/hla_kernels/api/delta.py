@@ -15,7 +15,7 @@ from ..delta_rule import fused
 from ..delta_rule.call import DeltaCall, prepare
 from ..delta_rule.operator import delta_op, evaluate
 from ..delta_rule.state import DeltaState
-from ..dispatch.autograd import needs_backward, refuse_forward_mode
+from ..dispatch.operator import needs_backward, refuse_forward_mode
 from ..op import choose
 from ..options import plain_precision
 

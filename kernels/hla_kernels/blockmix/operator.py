@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import in_triton, no_autocast, parts, room, token_operators
+from ..dispatch.operator import in_triton, parts, room, token_operators
 from ..dispatch.recording import repeated
+from ..options import plain_precision
 from . import fused
 from .layout import Layout
 from .options import BlockOptions
@@ -52,7 +53,7 @@ def _forward(
     first, rotary, options = tokens[0], _rotary(cos, sin), options_of(*given)
     if not in_triton(impl, first):
         q, k, v = parts(tokens)
-        with no_autocast(first):
+        with plain_precision(first):
             return evaluate(q, k, v, mixing, options, mask, rotary), q.new_empty((0,), dtype=torch.float32)
 
     def work() -> tuple[Tensor, ...]:
@@ -73,7 +74,7 @@ def _backward(
     first, rotary, options = tokens[0], _rotary(cos, sin), options_of(*given)
     if not in_triton(impl, first):
         q, k, v = parts(tokens)
-        with no_autocast(first):
+        with plain_precision(first):
             *grads, dm = gradient(grad, q, k, v, mixing, options, mask, rotary)
         return (*(grads if len(tokens) == 3 else (torch.stack(grads, 2),)), dm)
 
@@ -97,10 +98,6 @@ def _outputs(
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((length,), dtype=torch.float32)
 
 
-def _mixing_grad(tokens: Sequence[Tensor], mixing: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(mixing, memory_format=torch.contiguous_format)
-
-
-RULES = (SCHEMA, _forward, _outputs, _backward, _mixing_grad)
+RULES = (SCHEMA, _forward, _outputs, _backward)
 mhla_op, mhla_backward = token_operators("mhla", 3, *RULES)
 mhla_packed_op, mhla_packed_backward = token_operators("mhla_qkvpacked", 1, *RULES)

@@ -1,11 +1,9 @@
 """Host side of a call, with little overhead before the kernels run.
 
-    autograd    which gradients a call needs
     forms       cache of check results, for calls of the same form
-    faults      warnings about known faults of Triton forms
-    verify      first-use check of a Triton form on a machine that the GPU tests did not cover
+    verify      first-use check of a Triton form on a machine that the GPU tests did not cover, warnings of faults
     trial       small seeded input of that check
-    operator    custom operators with little overhead
+    operator    custom operators with little overhead, and which gradients a call needs
     recording   allocations and launches of a call, recorded once and replayed
     definition  reference implementation of a checked call
 """

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 SPACE = "hla_kernels"
 LIBRARY = torch.library.Library(SPACE, "FRAGMENT")
@@ -65,7 +66,8 @@ def custom_op(name: str, schema: str | None = None) -> Callable[[Callable], Oper
 
 
 def token_operators(
-    name: str, count: int, schema: str, forward: Callable, outputs: Callable, backward: Callable, last: Callable
+    name: str, count: int, schema: str, forward: Callable, outputs: Callable, backward: Callable,
+    last: Callable | None = None,
 ) -> tuple[Operator, Operator]:
     """Define an operator of `count` tensors of tokens (`TOKENS`; qkv [B, N, 3, H, D] is packed), and its backward.
 
@@ -73,7 +75,7 @@ def token_operators(
     save=False", which the backward does not have. forward(tokens, *arguments) returns the output and what the backward
     needs, outputs the same for fake tensors. backward(grad, saved, tokens, *arguments) returns the gradients of the
     tokens and of the tensor behind them (without elements if none is needed), last(tokens, *arguments) the latter for
-    fake tensors."""
+    fake tensors; None if it is always needed."""
     tokens, results, save = TOKENS[count], ", ".join(["Tensor"] * (count + 1)), "bool save=False"
     at = count + [*schema.split(", "), save].index(save)
     own = custom_op(name, f"({tokens}, {schema}) -> (Tensor, Tensor)")(lambda *x: forward(x[:count], *x[count:]))
@@ -85,8 +87,7 @@ def token_operators(
 
     @back.register_fake
     def _(grad, saved, *x):
-        grads = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:count])
-        return (*grads, last(x[:count], *x[count:]))
+        return like(*x[: count + 1]) if last is None else (*like(*x[:count]), last(x[:count], *x[count:]))
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.mark_non_differentiable(output[1])
@@ -122,15 +123,41 @@ def in_triton(impl: str, x: Tensor) -> bool:
     return impl == "triton" and x.shape[0] != 0
 
 
-def no_autocast(x: Tensor) -> torch.autocast:
-    """Disable autocast: inside a custom operator the caller's autocast is still on, and moments must be float32."""
-    return torch.autocast(x.device.type, enabled=False)
+def like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Allocate contiguous tensors of the same shapes and dtypes."""
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
 
 
 def room(x: Tensor, mask: Tensor | None) -> Tensor:
     """Allocate the gradient of x: zeros if there is padding, which the Triton forms do not write."""
     new = torch.empty_like if mask is None else torch.zeros_like
     return new(x, memory_format=torch.contiguous_format)
+
+
+def needs_backward(*tensors: Tensor | None) -> bool:
+    """Whether autograd will record this call."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def are_fixed(coefficients: Tensor | None) -> bool:
+    """Whether there are coefficients whose gradient is not needed. While exporting, grad mode is ignored: the exported
+    program may be trained."""
+    if coefficients is None or torch.compiler.is_exporting():
+        return coefficients is not None and not coefficients.requires_grad
+    return not needs_backward(coefficients)
+
+
+def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
+    """Raise ValueError for dual tensors: the custom operators have no forward-mode rule, and torch would silently
+    return zero tangents."""
+    if torch.compiler.is_compiling():
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(
+                f"{op} has no forward-mode derivative here (torch.func.jvp, jacfwd, dual tensors); use reverse "
+                'mode, or impl="reference" or return_state=True with impl="torch", which are plain torch code.'
+            )
 
 
 @contextmanager

@@ -227,7 +227,10 @@ class Recorder(TorchDispatchMode):
                 scratch += -(-x.nbytes // ROOM) * ROOM
         if any(i not in numbers for i in self.zeros):
             return None
-        moved = [x._replace(places=_moved(x.places, place), tuples=_all_moved(x.tuples, place)) for x in self.launches]
+        moved = [
+            x._replace(places=_moved(x.places, place), tuples=[(i, xs, _moved(at, place)) for i, xs, at in x.tuples])
+            for x in self.launches
+        ]
         made = [(x.shape, x.stride(), x.dtype, i in self.zeros) for i, x in zip(numbers, outputs, strict=True)]
         return Recording(made, outputs[0].device, scratch, offsets, moved)
 
@@ -235,10 +238,6 @@ class Recorder(TorchDispatchMode):
 def _moved(places: list[Place], to: dict[int, int]) -> list[Place]:
     """Renumber the tensors of places for a recording."""
     return [(i, to.get(tensor, tensor), offset) for i, tensor, offset in places]
-
-
-def _all_moved(tuples: list[tuple[int, list[Any], list[Place]]], to: dict[int, int]) -> list:
-    return [(i, elements, _moved(places, to)) for i, elements, places in tuples]
 
 
 def _placed(x: Tensor | None) -> TypeGuard[Tensor]:

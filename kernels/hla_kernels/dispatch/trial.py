@@ -12,7 +12,7 @@ from ..blockmix.call import BlockCall
 from ..delta_rule.call import DeltaCall
 from ..sequences import Sequences
 from ..softmax.adaptive.call import AdaptiveCall
-from .autograd import are_fixed
+from .operator import are_fixed
 from .verify import Run
 
 TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "fixed", "decay_heads", "streams")

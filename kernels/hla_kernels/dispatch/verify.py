@@ -5,6 +5,8 @@ the GPU tests passed there (`SHIPPED`), if an earlier process checked it (`cache
 runs it twice on a small seeded input, compares the bits, and compares the results with the torch form. A check that
 fails, or that cannot compile or launch, is a `Fault`: `impl="auto"` then uses the torch form with one warning,
 `impl="triton"` raises. The environment variable HLA_KERNELS_VERIFY=0 turns checks off.
+
+Some forms are faults without a check, of this package or of a Triton version.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,16 +29,35 @@ import torch
 from torch import Tensor
 
 from . import traced_as_constant
-from .faults import TESTED, TRITON_VERSION, Fault, capability, untested
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+try:  # at import, since torch.compile cannot trace the search for packages; Triton itself is not imported
+    TRITON_VERSION = version("triton")
+except PackageNotFoundError:
+    TRITON_VERSION = ""
+TESTED = (9, 0)  # compute capability of the tested GPUs, H100 and H200
 SWITCH = "HLA_KERNELS_VERIFY"
 # (Triton, its ptxas, compute capability) where all GPU tests passed; emptied when a kernel changes
 SHIPPED: set[tuple[str, str, tuple[int, int]]] = set()
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # relative L2 error against the torch form
+WARNED: set[str] = set()
 VERDICTS: dict[tuple, Fault | None] = {}
 CHECKING = threading.local()
 
 Run = Callable[[str], list[Tensor]]  # impl -> output and gradients, on the same input each time
+
+
+class Fault(str):
+    """A reason not to run the Triton form of a call: a fault of this package or of a Triton version, a failed check or
+    an untested GPU."""
+
+
+def warn(reason: str | None) -> None:
+    """Warn of a fault once per process, but not while compiling. Reasons that are no `Fault` cause no warning."""
+    if not isinstance(reason, Fault) or torch.compiler.is_compiling() or reason in WARNED:
+        return
+    WARNED.add(reason)
+    warnings.warn(f"The torch form runs instead of the Triton form: {reason}.", stacklevel=2)
 
 
 class Machine(NamedTuple):
@@ -43,6 +67,11 @@ class Machine(NamedTuple):
     capability: tuple[int, int]
     triton: str
     ptxas: str
+
+
+def capability(index: int | None) -> tuple[int, int]:
+    """Compute capability of a CUDA device (the current one if None); without a GPU, for fake tensors, `TESTED`."""
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else TESTED
 
 
 @functools.cache
@@ -86,7 +115,10 @@ def fault(form: tuple | None, index: int | None) -> Fault | None:
     if getattr(CHECKING, "on", False):
         return None
     if form is None or os.environ.get(SWITCH) == "0":
-        return None if capability(index) == TESTED else untested(index)
+        major, minor = capability(index)
+        if (major, minor) == TESTED:
+            return None
+        return Fault(f"it was never tested on GPUs of compute capability {major}.{minor} (impl='triton' runs it)")
     key = (machine(index), form)
     if key not in VERDICTS:
         if torch.cuda.is_current_stream_capturing():

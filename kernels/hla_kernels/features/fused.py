@@ -83,15 +83,12 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def config(c: int) -> dict[str, int]:
-    """Return the number of channels, and the tile size that holds them."""
-    width = triton.next_power_of_2(c)
-    return {"C": c, "BC": width, "num_warps": min(8, max(1, width // 256))}
-
-
-def preparation(x: Tensor, relu: bool, cos: Tensor | None) -> dict[str, int]:
-    """Return the constants of relu and rotation, and the sequence length N."""
-    return {"N": x.shape[-2], "RELU": relu, "HALF": 1 if cos is None else cos.shape[1]}
+def config(x: Tensor, relu: bool, cos: Tensor | None) -> dict[str, int]:
+    """Return the sequence length, the constants of relu and rotation, the number of channels and the tile size that
+    holds them."""
+    n, c = x.shape[-2:]
+    width, half = triton.next_power_of_2(c), 1 if cos is None else cos.shape[1]
+    return {"N": n, "RELU": relu, "HALF": half, "C": c, "BC": width, "num_warps": min(8, max(1, width // 256))}
 
 
 def forward(
@@ -103,8 +100,7 @@ def forward(
     if rows.shape[0]:
         launch(
             norm_rows, rows.shape[0],
-            rows, weight.contiguous(), cos, sin, y, inverses, rows.stride(0), eps, **preparation(x, relu, cos),
-            **config(x.shape[-1]),
+            rows, weight.contiguous(), cos, sin, y, inverses, rows.stride(0), eps, **config(x, relu, cos),
         )  # fmt: skip
     return y, inverses
 
@@ -121,6 +117,6 @@ def backward(
     launch(
         norm_grads, programs,
         g, rows, weight.contiguous(), cos, sin, inverses, dx, parts, rows.shape[0], g.stride(0), rows.stride(0),
-        **preparation(x, relu, cos), **config(x.shape[-1]),
+        **config(x, relu, cos),
     )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype)

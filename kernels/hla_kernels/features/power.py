@@ -11,14 +11,12 @@ float32 tensors of the size of the tokens, compiled or not.
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import custom_op, to_onnx
+from ..dispatch.operator import custom_op, like, to_onnx
+from ..dispatch.verify import HAS_TRITON
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -65,9 +63,7 @@ def power_op(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, 
     return forward(q, k, of_q, of_k)
 
 
-@power_op.register_fake
-def _(*given):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[:2])
+power_op.register_fake(lambda *given: like(*given[:2]))
 
 
 @custom_op("power_pair_backward")
@@ -80,9 +76,7 @@ def power_backward(
     return backward((grad_q, grad_k), q, k, of_q, of_k)
 
 
-@power_backward.register_fake
-def _(grad_q, grad_k, *given):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
+power_backward.register_fake(lambda grad_q, grad_k, *given: like(*given))
 
 
 def _save(ctx, inputs, output) -> None:

@@ -12,15 +12,13 @@ rounded once; backward dy = R' df where y > 0, then as above.
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch.operator import custom_op
+from ..dispatch.operator import custom_op, like
+from ..dispatch.verify import HAS_TRITON
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 MAX_CHANNELS = 8192
 
 
@@ -64,9 +62,7 @@ def rms_norm_op(
 
 @rms_norm_op.register_fake
 def _(x, weight, eps, relu=False, cos=None, sin=None):
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(
-        x.shape[:-1].numel(), dtype=torch.float32
-    )
+    return *like(x), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
 
 
 @custom_op("rms_norm_backward")
@@ -79,9 +75,7 @@ def rms_norm_backward(
     return backward(grad, x, weight, inverse, relu, cos, sin)
 
 
-@rms_norm_backward.register_fake
-def _(grad, x, weight, inverse, relu, cos, sin):
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+rms_norm_backward.register_fake(lambda grad, x, weight, *_: (*like(x), torch.empty_like(weight)))
 
 
 def _save(ctx, inputs, output) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import in_triton, no_autocast, parts, room, token_operators
+from ..dispatch.operator import in_triton, parts, room, token_operators
 from ..dispatch.recording import repeated
 from ..features import feature
-from ..options import Options, compute_dtype
+from ..options import Options, compute_dtype, plain_precision
 from ..sequences import WHOLE, Sequences, counts, live_rows, pack, rows_of, unpack
 from . import fused
 from .gradient import gradient
@@ -102,7 +102,7 @@ def _forward(
     first = tokens[0]
     if not in_triton(impl, first):
         q, k, v = parts(tokens)
-        with no_autocast(first):
+        with plain_precision(first):
             return _evaluate(spec, q, k, v, coefficients, seqs), _saved(q, k, v, spec, impl, False)
 
     def work() -> tuple[Tensor, ...]:
@@ -120,7 +120,7 @@ def _with_tables(first: Tensor, spec: fused.Spec, seqs: Sequences) -> tuple[Sequ
     """Return the sequences with precomputed tables, and the tables."""
     if seqs.mask is None and seqs.cu_seqlens is None:
         return seqs, ()
-    with no_autocast(first):
+    with plain_precision(first):
         known = fused.told(first, spec, seqs)
     assert known.told is not None
     return known, known.told
@@ -133,7 +133,7 @@ def _gradient(
     """Return the gradients of `tokens` and of the coefficients (empty if there are none or they are fixed)."""
     first = tokens[0]
     if not in_triton(impl, first):
-        with no_autocast(first):
+        with plain_precision(first):
             return _gradients(_evaluate_gradient, grad, saved, tokens, coefficients, spec, seqs)
 
     def work() -> tuple[Tensor, ...]:

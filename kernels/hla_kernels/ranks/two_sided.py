@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..dispatch.autograd import are_fixed
+from ..dispatch.operator import are_fixed
 from ..features import feature
 from ..hla.fused import Spec
 from ..op import Call, TwoSided, choose

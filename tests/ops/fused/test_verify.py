@@ -9,7 +9,7 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels import op
-from hla_kernels.dispatch import faults, trial, verify
+from hla_kernels.dispatch import trial, verify
 from hla_kernels.softmax.adaptive import fused, torch_form
 
 MACHINE = verify.Machine("a GPU", (8, 9), "3.8.0", "12.9")
@@ -47,11 +47,10 @@ def machine(monkeypatch, tmp_path):
     """A GPU that no test ran on, an empty cache; calls on it: those whose kernels run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(verify.SWITCH, raising=False)
-    monkeypatch.setattr(faults, "WARNED", set())
+    monkeypatch.setattr(verify, "WARNED", set())
     monkeypatch.setattr(verify, "VERDICTS", {})
     monkeypatch.setattr(verify, "machine", lambda index: MACHINE)
-    for place in (verify, faults):
-        monkeypatch.setattr(place, "capability", lambda index: MACHINE.capability)
+    monkeypatch.setattr(verify, "capability", lambda index: MACHINE.capability)
     monkeypatch.setattr(op, "is_shipped", lambda index: False)
     monkeypatch.setattr(op, "why_not_triton", lambda call: None)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
@@ -102,7 +101,7 @@ def test_what_is_wrong_is_not_used(machine, run, why):
     """By auto, with one warning; and impl="triton" raises."""
     machine(right, run)
     assert [chosen()[0] for _ in range(2)] == ["torch"] * 2
-    faults.WARNED.clear()
+    verify.WARNED.clear()
     (warning,) = chosen()[1] + chosen()[1]
     assert why in warning and "hla2 on a GPU with Triton 3.8.0" in warning and verify.SWITCH in warning
     with pytest.raises(ValueError, match="the check of hla2"):
@@ -117,8 +116,7 @@ def test_switched_off(machine, monkeypatch):
     monkeypatch.setenv(verify.SWITCH, "0")
     name, (warning,) = chosen()
     assert name == "torch" and "compute capability 8.9" in warning
-    for place in (verify, faults):
-        monkeypatch.setattr(place, "capability", lambda index: faults.TESTED)
+    monkeypatch.setattr(verify, "capability", lambda index: verify.TESTED)
     assert chosen() == ("triton", [])
 
 

@@ -7,7 +7,7 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels import op
-from hla_kernels.dispatch import faults, verify
+from hla_kernels.dispatch import verify
 from tests.helpers.fused_gpu import ANCHORED, BF16, ELU, FP16, FP32, RATIO, SOFTMAX
 
 pytestmark = [
@@ -25,7 +25,7 @@ def empty(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(verify.SWITCH, raising=False)
     monkeypatch.setattr(verify, "VERDICTS", {})
-    monkeypatch.setattr(faults, "WARNED", set())
+    monkeypatch.setattr(verify, "WARNED", set())
     monkeypatch.setattr(op, "is_shipped", lambda index: False)
 
 

@@ -10,7 +10,7 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels import op
-from hla_kernels.dispatch import faults
+from hla_kernels.dispatch import verify
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec
 from hla_kernels.hla.fused.spec import ORDERS
@@ -62,12 +62,12 @@ def test_widths(op, options, dtype, d, found):
     q = torch.randn(1, 4, 2, d, dtype=dtype)
     reason = fused.why_not(q, q, q, Spec(op, **options))
     assert reason is None if found is None else found in reason
-    assert isinstance(reason, faults.Fault) == (found is not None and dtype != FP32 and "D =" not in found)
+    assert isinstance(reason, verify.Fault) == (found is not None and dtype != FP32 and "D =" not in found)
 
 
 def test_auto_warns_of_a_fault_once(monkeypatch):
     """A fault of the Triton form, not a call that it is not made for."""
-    monkeypatch.setattr(faults, "WARNED", set())
+    monkeypatch.setattr(verify, "WARNED", set())
     x = torch.randn(1, 4, 2, 32, dtype=torch.float16)
     for size, reason in enumerate(("another device", fused.FLOAT16_RATIO)):
         monkeypatch.setattr(op, "why_not_triton", lambda call, reason=reason: reason)

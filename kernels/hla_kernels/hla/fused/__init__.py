@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dispatch.faults import Fault
+from ...dispatch.verify import Fault
 from ...features import mapped
 from ...sequences import WHOLE, Sequences
 from . import plan

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dispatch.autograd import needs_backward, refuse_forward_mode
+from ...dispatch.operator import needs_backward, refuse_forward_mode
 from ...features import feature_width
 from ...options import Options, is_paper
 from ..streaming.contents import STAGES, Sizes, contents

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.operator import no_autocast, token_operators
+from ...dispatch.operator import token_operators
+from ...options import plain_precision
 from .gradient import gradient
 from .torch_form import evaluate
 
@@ -27,7 +28,7 @@ def _parts(tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _forward(tokens: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
-    with no_autocast(tokens[0]):
+    with plain_precision(tokens[0]):
         return evaluate(_parts(tokens), *arguments), tokens[0].new_empty((0,))
 
 
@@ -37,16 +38,12 @@ def _outputs(tokens: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]
 
 
 def _backward(grad: Tensor, _: Tensor, tokens: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
-    with no_autocast(grad):
+    with plain_precision(grad):
         *grads, last = gradient(grad, _parts(tokens), *arguments)
     return (*(grads if len(tokens) > 1 else (torch.stack(grads, 2),)), last)
 
 
-def _coefficients_grad(tokens: Sequence[Tensor], coefficients: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(coefficients, memory_format=torch.contiguous_format)
-
-
-RULES = (SCHEMA, _forward, _outputs, _backward, _coefficients_grad)
+RULES = (SCHEMA, _forward, _outputs, _backward)
 OPERATORS = {  # (operator, backward) by the number of tensors of tokens
     n: token_operators(name, n, *RULES)
     for n, name in ((3, "taylor2"), (5, "taylor2_narrow"), (1, "taylor2_qkvpacked"))
