@@ -76,12 +76,13 @@ def step(
         moments = after(k.mT @ k, q.mT @ v, reached.mT @ v)
         mixed = mix(moments[0], low)
         operator, y = mixed @ b, (q @ (q @ mixed + mu * reached).mT).tril() @ v
-    return q @ (pairs(low, *moments, order) + mu * (operator + mu * pair)) + mu * y, moments
+    return q @ (pairs(low, moments, order) + mu * (operator + mu * pair)) + mu * y, moments
 
 
-def pairs(low: Tensor, a: Tensor, b: Tensor, pair: Tensor, order: str) -> Tensor:
+def pairs(low: Tensor, moments: Moments, order: str) -> Tensor:
     """Return Sum_a m_ca (R_a T_ca + m_ca E_a) or Sum_a m_ca (T_ca C_a + m_ca E_a) for the rows `low` [.., C, M] of
     m."""
+    a, b, pair = moments
     summed, other = (b, a) if order == "ahla" else (a, b)
     operator = mix(pair, low * low)
     heads = torch.broadcast_shapes(low.shape[:-2], summed.shape[:-3])

@@ -6,13 +6,10 @@ whatever the number of tokens.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import custom_op
-from ..hla.causal_op import transforms
+from ..dispatch.operator import recomputed_op
 from ..options import compute_dtype
 from .chunked import chunked
 from .frames import framed
@@ -41,42 +38,16 @@ def evaluate(
     return o.transpose(1, 2).to(q.dtype).contiguous(), last.contiguous()
 
 
-@custom_op("delta")
-def delta_op(
+def _in_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, frame: int
 ) -> tuple[Tensor, Tensor]:
-    """Run `evaluate` in chunks or frames."""
     return evaluate(q, k, v, log_f, a, b, state, frame)
 
 
-@delta_op.register_fake
-def _(q, k, v, log_f, a, b, state, frame):
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, frame: int
+) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:3], v.shape[4])), state.new_empty(state.shape, dtype=compute_dtype(q.dtype))
 
 
-@custom_op("delta_backward")
-def delta_backward(
-    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor,
-    state: Tensor, frame: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of the tensors of `delta`, in their order."""
-    with transforms():
-        grads = torch.func.vjp(partial(evaluate, frame=frame), q, k, v, log_f, a, b, state)[1]((grad, grad_state))
-    return tuple(x.contiguous() for x in grads)
-
-
-@delta_backward.register_fake
-def _(grad, grad_state, *inputs):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:-1])
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.frame = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, grad, grad_state):
-    return *delta_backward(grad, grad_state, *ctx.saved_tensors, ctx.frame), None
-
-
-delta_op.register_autograd(_backward, setup_context=_setup_context)
+delta_op, delta_backward = recomputed_op("delta", _in_chunks, _outputs)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..options import plain_precision
+
 SPACE = "hla_kernels"
 LIBRARY = torch.library.Library(SPACE, "FRAGMENT")
 QKV = "Tensor q, Tensor k, Tensor v"
@@ -111,6 +113,46 @@ def token_operators(
     return own, back
 
 
+def recomputed_op(name: str, function: Callable, outputs: Callable) -> tuple[Operator, Operator]:
+    """Define an operator of a differentiable function with annotated arguments, and its backward, which computes the
+    function again: inputs alone are saved.
+
+    outputs: the function for fake tensors. The backward takes the gradients of the results, whether the gradient of
+    each argument is needed, and the arguments; it returns the gradients that are needed."""
+    own = custom_op(name)(function)
+    own.register_fake(outputs)
+    arguments = torch.library.infer_schema(function, mutates_args=())[1:].rpartition(") -> ")[0]
+
+    @custom_op(f"{name}_backward", f"(Tensor[] grads, bool[] needed, {arguments}) -> Tensor[]")
+    def back(grads: list[Tensor], needed: list[bool], *args: Any) -> list[Tensor]:
+        places = [i for i, wanted in enumerate(needed) if wanted]
+
+        def run(*some: Tensor) -> Any:
+            given = dict(enumerate(args)) | dict(zip(places, some, strict=True))
+            return function(*given.values())
+
+        with plain_precision(grads[0]), transforms():
+            result, pull = torch.func.vjp(run, *(args[i] for i in places))  # type: ignore[misc]
+            return [x.contiguous() for x in pull(tuple(grads) if isinstance(result, tuple) else grads[0])]
+
+    @back.register_fake
+    def _(grads, needed, *args):
+        inputs = (x for x, wanted in zip(args, needed, strict=True) if wanted)
+        return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+
+    def gradients(ctx: Any, *grads: Tensor) -> tuple:
+        args = (y if x is None else x for x, y in zip(ctx.saved_tensors, ctx.others, strict=True))
+        found = iter(back(list(grads), list(ctx.needs_input_grad), *args))
+        return tuple(next(found) if wanted else None for wanted in ctx.needs_input_grad)
+
+    own.register_autograd(gradients, setup_context=setup_context)
+    return own, back
+
+
 def parts(tokens: Sequence[Tensor]) -> list[Tensor]:
     """Return q, k, v from (q, k, v) or (qkv,), with a contiguous last dimension: the Triton forms require it, and
     torch.compile may have changed the strides that `op` checked."""
@@ -199,7 +241,7 @@ def _node(overload: Any, backward: Callable, setup_context: Callable) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             output = overload(*args)
         setup_context(ctx, args, output)
-        return output
+        return tuple(output) if isinstance(output, list) else output  # autograd does not record lists
 
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(str(overload), (torch.autograd.Function,), parts)

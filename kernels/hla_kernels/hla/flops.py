@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from ..options import Options
 from . import stages  # noqa: F401  registers the operators
-from .causal_op import evaluate, gradient
+from .causal_op import causal_backward, evaluate
 from .gradient import gradient as two_sided_gradient
 from .two_sided import evaluate as two_sided_evaluate
 
@@ -59,20 +59,30 @@ for _backward in (False, True):
     _two_sided("two_sided_qkvpacked", 1, _backward)
 
 
-def _causal(name: str, run: Callable[..., Any], tensors: int) -> None:
-    """Register the products of the torch form for the causal operators without and with a state, whose arguments start
-    with `tensors` equal ones."""
-    ops, others = torch.ops.hla_kernels, (None, False, "cascade", 0.0, None, 1e-6, 0)
-
-    @register_flop_formula(getattr(ops, f"causal{name}"))
-    def without(*inputs: Any, out_shape: Any = None) -> int:
-        return _products(run, *inputs)
-
-    @register_flop_formula(getattr(ops, f"causal_stages{name}"))
-    def with_state(*inputs: Any, out_shape: Any = None) -> int:
-        kept = inputs[tensors + 3 :] if name else inputs[tensors + 1 :]  # behind the states
-        return _products(run, *inputs[:tensors], *kept[: 4 if name else 3], *others)
+def _gradient(grad: Tensor, needed: list[bool], *inputs: Any) -> None:
+    causal_backward.function([grad], needed, *inputs)
 
 
-_causal("", evaluate, 4)
-_causal("_backward", gradient, 5)
+OPS = torch.ops.hla_kernels
+DEFAULTS = (None, False, "cascade", 0.0, None, 1e-6, 0)  # options of `causal` that change no product of a state's call
+
+
+@register_flop_formula(OPS.causal)
+def _causal(*inputs: Any, out_shape: Any = None) -> int:
+    return _products(evaluate, *inputs)
+
+
+@register_flop_formula(OPS.causal_backward)
+def _causal_backward(grads: list, needed: list[bool], *inputs: Any, out_shape: Any = None) -> int:
+    return _products(_gradient, grads[0], needed, *inputs)
+
+
+@register_flop_formula(OPS.causal_stages)
+def _stages(q: Any, k: Any, v: Any, gamma: Any, first: Any, *options: Any, out_shape: Any = None) -> int:
+    return _products(evaluate, q, k, v, gamma, *options[:3], *DEFAULTS)
+
+
+@register_flop_formula(OPS.causal_stages_backward)
+def _stages_backward(grad: Any, q: Any, k: Any, v: Any, gamma: Any, *rest: Any, out_shape: Any = None) -> int:
+    gamma_grad, *options = rest[3:7]  # behind the states and what the forward saved
+    return _products(_gradient, grad, [True, True, True, gamma_grad], q, k, v, gamma, *options, *DEFAULTS)
