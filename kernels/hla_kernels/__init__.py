@@ -3,26 +3,28 @@
     import hla_kernels as hk
     o = hk.ahla(q, k, v, feature_map="elu1", normalize=True)     q [B, N, H, D], k, v [B, N, Hk, .] -> [B, N, H, Dv]
 
-Operators: `api` (signature, options), `api.packed` (qkv in one tensor), `api.blocks` (blocks of a grid),
-`api.taylor` (Taylor expansion of softmax), `api.multipole` (exact near field, expansion around block means),
-`api.adaptive` (exact key tiles chosen by error), `api.delta` (delta rules). Symbols and equations: `hla`, `blockmix`,
-`softmax.taylor`, `softmax.multipole`, `delta_rule`. Depends on torch only.
+Operators: `api` (signature, options), `api.blocks` (blocks of a grid), `api.softmax` (Taylor expansion of softmax,
+expansion around block means with an exact near field, exact key tiles chosen by error), `api.delta` (delta rules).
+Symbols and equations: `hla`, `blockmix`, `softmax.taylor`, `softmax.multipole`, `delta_rule`. Depends on torch only.
 """
 
-from .api import ahla, hla2, hla3, linear_attention, polynomial, softmax_attention
-from .api.adaptive import adaptive_multipole
-from .api.blocks import mhla, mhla_qkvpacked
-from .api.delta import delta
-from .api.multipole import multipole
-from .api.packed import (
+from .api import (
+    ahla,
     ahla_qkvpacked,
+    hla2,
     hla2_qkvpacked,
+    hla3,
     hla3_qkvpacked,
+    linear_attention,
     linear_attention_qkvpacked,
+    polynomial,
     polynomial_qkvpacked,
+    softmax_attention,
     softmax_attention_qkvpacked,
 )
-from .api.taylor import taylor2, taylor2_qkvpacked
+from .api.blocks import mhla, mhla_qkvpacked
+from .api.delta import delta
+from .api.softmax import adaptive_multipole, multipole, taylor2, taylor2_qkvpacked
 from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
 from .blockmix.streaming import BlockState
 from .delta_rule import rules as delta_rules

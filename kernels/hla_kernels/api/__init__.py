@@ -1,13 +1,17 @@
 """Public operators with a common signature.
 
-Related: `packed` (one qkv tensor), `blocks` (block mixing), `taylor` (Taylor expansion of softmax), `multipole`,
-`adaptive`, `delta`. In all of them, two-sided means not causal; D and Dv are the channels of a key head and a value
-head; a moment is a sum over tokens such as P = s sum k v', with the scale s. All symbols: `hla/__init__.py`.
+Related: `blocks` (block mixing), `softmax` (Taylor expansion, multipoles), `delta`. In all of them, two-sided means not
+causal; D and Dv are the channels of a key head and a value head; a moment is a sum over tokens such as P = s sum k v',
+with the scale s. All symbols: `hla/__init__.py`.
 
 Shapes: q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] with any strides (the Triton forms read them in place and
 require a contiguous last dimension); Hk divides H, and query head h uses key head h // (H // Hk). Returns o
 [B, N, H, Dv], contiguous, in the dtype of q, or (o, state) with return_state. Tokens come before heads, unlike in
 torch's scaled_dot_product_attention: tensors [B, H, N, D] are not recognized, but are read as H tokens of N heads.
+
+Operators `.._qkvpacked` have one tensor qkv [B, N, 3, H, D], so as many key as query heads, and its gradient is one
+tensor: the backward of a two-sided call writes dq, dk and dv to one buffer, other calls unbind qkv. Options, results
+and errors are the same; a qkv of another shape raises ValueError.
 
 Options
     causal        token t attends to tokens j <= t; otherwise all tokens attend to all tokens. Later tokens are
@@ -154,3 +158,34 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keyword
     arXiv 1706.03762, Eq. 1.
     """
     return run("softmax_attention", (q, k, v), **options)
+
+
+def linear_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
+    """`linear_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' s sum k v'."""
+    return run("linear_attention", (qkv,), **options)
+
+
+def hla2_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
+    """`hla2` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S C."""
+    return run("hla2", (qkv,), **options)
+
+
+def ahla_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
+    """`ahla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' R P."""
+    return run("ahla", (qkv,), **options)
+
+
+def hla3_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
+    """`hla3` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S Qm P."""
+    return run("hla3", (qkv,), **options)
+
+
+def polynomial_qkvpacked(qkv: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Result:
+    """`polynomial` of qkv [B, N, 3, H, D] with coefficients [H, 4] -> [B, N, H, D]: o = q' (c1 P + c2 S C + c3 R P + c4
+    S Qm P)."""
+    return run("polynomial", (qkv,), coefficients, **options)
+
+
+def softmax_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
+    """`softmax_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]."""
+    return run("softmax_attention", (qkv,), **options)
