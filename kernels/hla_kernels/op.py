@@ -55,7 +55,7 @@ from .options import (
     decay_heads,
     plain_precision,
 )
-from .sequences import WHOLE, Sequences, pack, real, rows_of, unpack
+from .sequences import WHOLE, Sequences, real
 from .softmax.adaptive.call import AdaptiveCall
 from .softmax.multipoles import FORMS, PREPARE, MultipoleCall
 from .softmax.multipoles import why_not as why_not_multipole
@@ -341,10 +341,9 @@ def _kernel(call: Call, chosen: str) -> tuple[Tensor, State | None]:
     """Run a causal call, a call with a state, or softmax."""
     op, q, k, v, coefficients, o, gamma, state, return_state, sequences = call
     if o.causal and sequences.cu_seqlens is not None:  # one sequence per row of a batch
-        cu, n = sequences.cu_seqlens, q.shape[1]
-        q, k, v = (unpack(x, cu, rows_of(sequences.max_seqlen, n)) for x in (q, k, v))
+        n, ((q, k, v), _) = q.shape[1], sequences.padded(q, k, v)
         y, _ = _kernel(Call(op, q, k, v, coefficients, o, gamma, None, False, WHOLE), chosen)
-        return pack(y, cu, n), None
+        return sequences.packed(y, n), None
     if op == "softmax_attention":
         return sdpa(q, k.to(q.dtype), v.to(q.dtype), bool(o.causal), o.scale, sequences), None  # autocast keeps float64
     if not o.causal:

@@ -3,7 +3,7 @@
     key_padding_mask [B, N] bool   True for real tokens; padded tokens are neither read nor written
     cu_seqlens [S + 1] int32       sequence i is tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of a batch of one
 
-`unpack` pads packed sequences and `pack` reverses it: the torch forms support padded sequences only.
+`Sequences.padded` pads packed sequences and `packed` reverses it: the torch forms support padded sequences only.
 """
 
 from __future__ import annotations
@@ -55,34 +55,27 @@ class Sequences(NamedTuple):
         s = s * (n > 1) if of_differences else s
         return spans, torch.stack([n, s], 1)[:, None].repeat(1, heads, 1), keep
 
+    def padded(self, *tokens: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return tokens [B, N, ...], packed ones as [S, rows, ...] with rows for the longest sequence, and the mask of
+        real tokens [B, N] or [S, rows]."""
+        if self.cu_seqlens is None:
+            return tokens, self.mask
+        cu, n = self.cu_seqlens, tokens[0].shape[1]
+        row = torch.arange(torch.sym_min(self.max_seqlen, n), device=cu.device)  # symbolic while compiling
+        token = (cu[:-1, None].long() + row).clamp(max=n - 1)  # padding repeats other tokens
+        return tuple(x[0][token] for x in tokens), row < cu.diff()[:, None]
+
+    def packed(self, y: Tensor, n_tokens: int) -> Tensor:
+        """Undo `padded` for a tensor of n_tokens tokens."""
+        if self.cu_seqlens is None:
+            return y
+        token, ends = torch.arange(n_tokens, device=y.device), self.cu_seqlens[1:].long().contiguous()
+        sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
+        row = (token - self.cu_seqlens.long()[sequence]).clamp(max=y.shape[1] - 1)
+        return y[sequence, row][None]
+
 
 WHOLE = Sequences()  # every token of a batch row is one sequence
-
-
-def rows_of(max_seqlen: int, n_tokens: int) -> int:
-    """Return the length of the padded sequences: max_seqlen, at most the number of all tokens."""
-    return torch.sym_min(max_seqlen, n_tokens)  # type: ignore[return-value]  # symbolic while compiling
-
-
-def live_rows(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Return which rows of the padded sequences are tokens, [S, max_seqlen] bool."""
-    lengths = cu_seqlens.diff()
-    return torch.arange(max_seqlen, device=cu_seqlens.device) < lengths[:, None]
-
-
-def unpack(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Convert packed [1, T, ...] to padded [S, max_seqlen, ...]; padding repeats other tokens."""
-    rows = cu_seqlens[:-1, None].long() + torch.arange(max_seqlen, device=cu_seqlens.device)
-    return x[0][rows.clamp(max=x.shape[1] - 1)]
-
-
-def pack(y: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
-    """Pack padded [S, max_seqlen, ...] to [1, T, ...], the tokens of all sequences."""
-    token = torch.arange(n_tokens, device=cu_seqlens.device)
-    ends = cu_seqlens[1:].long().contiguous()
-    sequence = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
-    row = (token - cu_seqlens.long()[sequence]).clamp(max=y.shape[1] - 1)
-    return y[sequence, row][None]
 
 
 def counts(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import in_triton, parts, room, token_operators
+from ..dispatch.operator import in_triton, joined, parts, rooms, token_operators
 from ..dispatch.recording import repeated
 from ..options import plain_precision
 from . import fused
@@ -76,13 +76,12 @@ def _backward(
         q, k, v = parts(tokens)
         with plain_precision(first):
             *grads, dm = gradient(grad, q, k, v, mixing, options, mask, rotary)
-        return (*(grads if len(tokens) == 3 else (torch.stack(grads, 2),)), dm)
+        return (*joined(grads, tokens), dm)
 
     def work() -> tuple[Tensor, ...]:
         q, k, v = parts(tokens)
-        grads = [room(x, mask) for x in tokens]
-        dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
-        return (*grads, fused.backward(grad, q, k, v, mixing, options, mask, rotary, (dq, dk, dv), saved))
+        grads, each = rooms(tokens, mask)
+        return (*grads, fused.backward(grad, q, k, v, mixing, options, mask, rotary, each, saved))
 
     with torch.cuda.device_of(first):
         return repeated(("mhla backward", options), (*tokens, grad, saved, mixing, mask, cos, sin), work)

@@ -170,10 +170,18 @@ def like(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
 
 
-def room(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Allocate the gradient of x: zeros if there is padding, which the Triton forms do not write."""
+def rooms(tokens: Sequence[Tensor], mask: Tensor | None) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Allocate the gradients of (q, k, v) or (qkv,), zeros if there is padding, which the Triton forms do not write;
+    return them and dq, dk, dv, which are views of a packed gradient."""
     new = torch.empty_like if mask is None else torch.zeros_like
-    return new(x, memory_format=torch.contiguous_format)
+    grads = [new(x, memory_format=torch.contiguous_format) for x in tokens]
+    dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
+    return grads, (dq, dk, dv)
+
+
+def joined(grads: Sequence[Tensor], tokens: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients of `tokens`, one if they are packed, from the gradients of q, k, v and others."""
+    return grads if len(tokens) > 1 else (torch.stack(list(grads), 2),)
 
 
 def needs_backward(*tensors: Tensor | None) -> bool:

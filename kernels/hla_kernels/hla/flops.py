@@ -41,7 +41,7 @@ def _two_sided(name: str, count: int, backward: bool) -> None:
 
         def run(q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> None:
             if backward:
-                two_sided_gradient(op, q.new_empty(*q.shape[:3], v.shape[3]), q, k, v, c, options, (q, k, v))
+                two_sided_gradient(op, q.new_empty(*q.shape[:3], v.shape[3]), q, k, v, c, options)
             else:
                 two_sided_evaluate(op, q, k, v, c, options)
 

@@ -17,18 +17,17 @@ from ..dispatch.operator import transforms
 from ..features import feature, feature_grad
 from ..options import Options, compute_dtype
 from ..sequences import counts
-from .layout import heads_view, live_heads, to_heads
+from .layout import live_heads, to_heads, to_tokens
 from .moments import FACTORS, affine, operator_matrix, token_sums
 
 Tensors = dict[str, Tensor]
 
 
 def gradient(
-    op: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options, outs: tuple,
+    op: str, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, options: Options,
     mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Write dq, dk, dv into `outs` (any strides), zeros for tokens outside `mask` [B, N]; return d coefficients, empty
-    if there are none."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return dq, dk, dv, zeros for tokens outside `mask` [B, N], and d coefficients, None if there are none."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
     n = q.shape[1] if mask is None else counts(mask, dtype)
     raw = {name: live_heads(to_heads(x, n_key_heads, dtype), mask) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -51,10 +50,9 @@ def gradient(
         d_out = (d_matrix,) if len(out) == 1 else (d_matrix, dy.sum(-2, keepdim=True))
         d_sums, *d_c = pull(tuple(d.sum_to_size(x.shape) for d, x in zip(d_out, out, strict=True)))
     grads = _token_grads(d_sums, tokens, dq)
-    for name, to in zip("qkv", outs, strict=True):
-        phi_grad = feature_grad(raw[name], tokens[name], grads[name], maps[name])
-        heads_view(to, n_key_heads).copy_(live_heads(phi_grad, mask))
-    return d_c[0] if d_c else q.new_empty((0,))
+    grads = {name: feature_grad(raw[name], tokens[name], x, maps[name]) for name, x in grads.items()}
+    dq, dk, dv = (to_tokens(live_heads(grads[name], mask), x.dtype) for name, x in (("q", q), ("k", k), ("v", v)))
+    return dq, dk, dv, d_c[0] if d_c else None
 
 
 def _ratio_grad(dy: Tensor, q: Tensor, matrix: Tensor, eps: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:

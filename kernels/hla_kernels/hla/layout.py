@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 
-def heads_view(x: Tensor, n_key_heads: int) -> Tensor:
-    """Return a view [B, Hk, G, N, D] of x [B, N, Hk * G, D]."""
-    return x.unflatten(2, (n_key_heads, x.shape[2] // n_key_heads)).permute(0, 2, 3, 1, 4)
-
-
 def to_heads(x: Tensor, n_key_heads: int, dtype: torch.dtype) -> Tensor:
     """Return x [B, N, Hk * G, D] as [B, Hk, G, N, D], contiguous, in `dtype`, with one pass over memory."""
-    view = heads_view(x, n_key_heads)
+    view = x.unflatten(2, (n_key_heads, x.shape[2] // n_key_heads)).permute(0, 2, 3, 1, 4)
     return torch.empty(view.shape, dtype=dtype, device=x.device).copy_(view)
 
 

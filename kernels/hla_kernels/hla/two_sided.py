@@ -15,17 +15,17 @@ checked by `op.run`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import in_triton, parts, room, token_operators
+from ..dispatch.operator import in_triton, joined, parts, rooms, token_operators
 from ..dispatch.recording import repeated
 from ..features import feature
 from ..options import Options, compute_dtype, plain_precision
-from ..sequences import WHOLE, Sequences, counts, live_rows, pack, rows_of, unpack
+from ..sequences import Sequences, counts
 from . import fused
 from .gradient import gradient
 from .layout import live_heads, to_heads, to_tokens
@@ -52,34 +52,6 @@ def evaluate(
     return to_tokens(read_out(qh, matrix, sums, n, options, mask), q.dtype)
 
 
-def _evaluate(
-    spec: fused.Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences
-) -> Tensor:
-    if seqs.cu_seqlens is None:
-        return evaluate(spec.op, q, k, v, coefficients, _options(spec), seqs.mask)
-    cu, length = seqs.cu_seqlens, rows_of(seqs.max_seqlen, q.shape[1])
-    qp, kp, vp = (unpack(x, cu, length) for x in (q, k, v))
-    o = evaluate(spec.op, qp, kp, vp, coefficients, _options(spec), live_rows(cu, length))
-    return pack(o, cu, q.shape[1])
-
-
-def _evaluate_gradient(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: fused.Spec, outs: tuple,
-    saved: Tensor, seqs: Sequences,
-) -> Tensor:  # fmt: skip
-    """Torch counterpart of `fused.backward`; `saved` is not used."""
-    if seqs.cu_seqlens is None:
-        return gradient(spec.op, grad, q, k, v, coefficients, _options(spec), outs, seqs.mask)
-    cu, length = seqs.cu_seqlens, rows_of(seqs.max_seqlen, q.shape[1])
-    dy, qp, kp, vp = (unpack(x, cu, length) for x in (grad, q, k, v))
-    grads = tuple(torch.empty_like(x) for x in (qp, kp, vp))
-    live = live_rows(cu, length)
-    d_coefficients = gradient(spec.op, dy, qp, kp, vp, coefficients, _options(spec), grads, live)
-    for x, out in zip(grads, outs, strict=True):
-        out.copy_(pack(x, cu, q.shape[1]))
-    return d_coefficients
-
-
 def _options(spec: fused.Spec) -> Options:
     _, feature_map, normalize, center, mean_path, ridge, scale, eps, q_scale, _ = spec
     return Options(False, feature_map, normalize, center, mean_path, None, "cascade", ridge, scale, eps, q_scale)
@@ -90,20 +62,14 @@ def _contiguous(coefficients: Tensor | None) -> Tensor | None:
     return coefficients if coefficients is None or coefficients.is_contiguous() else coefficients.contiguous()
 
 
-def _saved(q: Tensor, k: Tensor, v: Tensor, spec: fused.Spec, impl: str, save: bool, seqs: Sequences = WHOLE) -> Tensor:
-    """Return an uninitialised `saved` of the size that the forward returns."""
-    length = fused.saved_floats(q, k, v, spec, seqs) if impl == "triton" and save else 0
-    return q.new_empty((length,), dtype=torch.float32)
-
-
-def _forward(
-    tokens: Sequence[Tensor], coefficients: Tensor | None, spec: fused.Spec, impl: str, save: bool, seqs: Sequences
-) -> tuple[Tensor, Tensor]:
-    first = tokens[0]
+def _forward(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    spec, impl, (save, *rest) = _spec(arguments)
+    first, seqs = tokens[0], Sequences(*rest)
     if not in_triton(impl, first):
-        q, k, v = parts(tokens)
         with plain_precision(first):
-            return _evaluate(spec, q, k, v, coefficients, seqs), _saved(q, k, v, spec, impl, False)
+            (q, k, v), mask = seqs.padded(*parts(tokens))
+            o = evaluate(spec.op, q, k, v, coefficients, _options(spec), mask)
+            return seqs.packed(o, first.shape[1]), first.new_empty((0,), dtype=torch.float32)
 
     def work() -> tuple[Tensor, ...]:
         q, k, v = parts(tokens)
@@ -126,36 +92,36 @@ def _with_tables(first: Tensor, spec: fused.Spec, seqs: Sequences) -> tuple[Sequ
     return known, known.told
 
 
-def _gradient(
-    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], coefficients: Tensor | None, spec: fused.Spec, impl: str,
-    seqs: Sequences,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _outputs(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    spec, impl, (save, *seqs) = _spec(arguments)
+    q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
+    length = fused.saved_floats(q, k, v, spec, Sequences(*seqs)) if impl == "triton" and save else 0
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((length,), dtype=torch.float32)
+
+
+def _backward(
+    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
     """Return the gradients of `tokens` and of the coefficients (empty if there are none or they are fixed)."""
-    first = tokens[0]
+    spec, impl, rest = _spec(arguments)
+    first, seqs, none = tokens[0], Sequences(*rest), tokens[0].new_empty((0,))
     if not in_triton(impl, first):
         with plain_precision(first):
-            return _gradients(_evaluate_gradient, grad, saved, tokens, coefficients, spec, seqs)
+            (dy, q, k, v), mask = seqs.padded(grad, *parts(tokens))
+            dq, dk, dv, dc = gradient(spec.op, dy, q, k, v, coefficients, _options(spec), mask)
+            of_tokens = [seqs.packed(x, first.shape[1]) for x in (dq, dk, dv)]
+            return (*joined(of_tokens, tokens), none if dc is None or spec.fixed else dc)
 
     def work() -> tuple[Tensor, ...]:
-        contiguous = _contiguous(coefficients)
-        return _gradients(fused.backward, grad, saved, tokens, contiguous, spec, known)
+        q, k, v = parts(tokens)
+        grads, each = rooms(tokens, seqs.mask)
+        dc = fused.backward(grad, q, k, v, _contiguous(coefficients), spec, each, saved, known)
+        return (*grads, none if dc is None or spec.fixed else dc)
 
     with torch.cuda.device_of(first):
         known, tables = _with_tables(first, spec, seqs)
         form = ("backward", spec, seqs.max_seqlen, *fused.plans())
         return repeated(form, (*tokens, grad, saved, coefficients, *tables), work)
-
-
-def _gradients(
-    backward: Callable[..., Tensor | None], grad: Tensor, saved: Tensor, tokens: Sequence[Tensor],
-    coefficients: Tensor | None, spec: fused.Spec, seqs: Sequences,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Allocate the gradients of `tokens`, fill them, and return them and the gradient of the coefficients."""
-    grads = [room(x, seqs.mask) for x in tokens]
-    dq, dk, dv = grads[0].unbind(2) if len(grads) == 1 else grads
-    q, k, v = parts(tokens)
-    dc = backward(grad, q, k, v, coefficients, spec, (dq, dk, dv), saved, seqs)
-    return (*grads, tokens[0].new_empty((0,)) if dc is None or spec.fixed else dc)
 
 
 def _spec(arguments: tuple) -> tuple[fused.Spec, str, tuple]:
@@ -164,30 +130,12 @@ def _spec(arguments: tuple) -> tuple[fused.Spec, str, tuple]:
     return fused.Spec._make((*options, fixed)), impl, others
 
 
-def _run(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-    spec, impl, (save, *seqs) = _spec(arguments)
-    return _forward(tokens, coefficients, spec, impl, save, Sequences(*seqs))
-
-
-def _outputs(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-    spec, impl, (save, *seqs) = _spec(arguments)
-    q, k, v = tokens if len(tokens) == 3 else tokens[0].unbind(2)
-    return q.new_empty((*q.shape[:3], v.shape[3])), _saved(q, k, v, spec, impl, save, Sequences(*seqs))
-
-
-def _run_backward(
-    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any
-) -> tuple[Tensor, ...]:
-    spec, impl, seqs = _spec(arguments)
-    return _gradient(grad, saved, tokens, coefficients, spec, impl, Sequences(*seqs))
-
-
 def _coefficients_grad(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> Tensor:
     if coefficients is None or _spec(arguments)[0].fixed:
         return tokens[0].new_empty((0,))
     return coefficients.new_empty(coefficients.shape)
 
 
-RULES = (SCHEMA, _run, _outputs, _run_backward, _coefficients_grad)
+RULES = (SCHEMA, _forward, _outputs, _backward, _coefficients_grad)
 two_sided, two_sided_backward = token_operators("two_sided", 3, *RULES)
 two_sided_qkvpacked, two_sided_qkvpacked_backward = token_operators("two_sided_qkvpacked", 1, *RULES)

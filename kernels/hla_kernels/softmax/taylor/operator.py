@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...dispatch.operator import token_operators
+from ...dispatch.operator import joined, token_operators
 from ...options import plain_precision
 from .gradient import gradient
 from .torch_form import evaluate
@@ -40,7 +39,7 @@ def _outputs(tokens: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]
 def _backward(grad: Tensor, _: Tensor, tokens: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
     with plain_precision(grad):
         *grads, last = gradient(grad, _parts(tokens), *arguments)
-    return (*(grads if len(tokens) > 1 else (torch.stack(grads, 2),)), last)
+    return (*joined(grads, tokens), last)
 
 
 RULES = (SCHEMA, _forward, _outputs, _backward)
