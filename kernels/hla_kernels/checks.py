@@ -325,13 +325,11 @@ def check_decay(decay: float | Tensor | None, n_heads: int, n_key_heads: int, dt
     -inf. Tensor values are checked on the CPU only, to avoid a device synchronization, and not while compiling.
     """
     smallest = torch.finfo(dtype).tiny
-    if isinstance(decay, Tensor):
-        _check_decay_tensor(decay, n_heads, n_key_heads, dtype)
-    elif decay is not None and not smallest <= decay <= 1:
-        raise ValueError(f"decay must be in (0, 1] and at least {smallest:.2g} in {dtype}, got {decay}.")
-
-
-def _check_decay_tensor(decay: Tensor, n_heads: int, n_key_heads: int, dtype: torch.dtype) -> None:
+    wrong = f"decay must be in (0, 1] and at least {smallest:.2g} in {dtype}"
+    if not isinstance(decay, Tensor):
+        if decay is not None and not smallest <= decay <= 1:
+            raise ValueError(f"{wrong}, got {decay}.")
+        return
     if decay.dim() != 1 or decay.shape[0] not in (n_heads, n_key_heads):
         raise ValueError(
             f"decay must be a float or have shape [{n_heads}] or [{n_key_heads}], got shape {tuple(decay.shape)}."
@@ -340,11 +338,9 @@ def _check_decay_tensor(decay: Tensor, n_heads: int, n_key_heads: int, dtype: to
         raise ValueError(f"decay must be floating point, got {decay.dtype}.")
     if torch.compiler.is_compiling() or decay.device.type != "cpu":
         return
-    cast, smallest = decay.detach().to(dtype), torch.finfo(dtype).tiny
+    cast = decay.detach().to(dtype)
     if not bool(((cast >= smallest) & (cast <= 1)).all()):
-        raise ValueError(
-            f"decay must be in (0, 1] and at least {smallest:.2g} in {dtype} for every head, got {decay.tolist()}."
-        )
+        raise ValueError(f"{wrong} for every head, got {decay.tolist()}.")
 
 
 def check_coefficients(op: str, coefficients: Any, n_heads: int, device: torch.device) -> None:

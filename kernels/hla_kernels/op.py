@@ -32,7 +32,6 @@ from .checks import (
 )
 from .delta_rule import call as delta_call
 from .delta_rule import fused as delta_fused
-from .dispatch.definition import definition
 from .dispatch.forms import form_of, recall, remember
 from .dispatch.operator import are_fixed, needs_backward, refuse_forward_mode, to_onnx
 from .dispatch.trial import trial_of
@@ -41,6 +40,7 @@ from .features import feature, feature_width
 from .hla import fused, stages
 from .hla.causal import causal
 from .hla.causal_op import causal_op
+from .hla.reference import reference as linear_reference
 from .hla.streaming.checks import check_mergeable, check_state
 from .hla.streaming.contents import Sizes
 from .hla.streaming.state import State
@@ -59,6 +59,7 @@ from .sequences import WHOLE, Sequences, real
 from .softmax.adaptive.call import AdaptiveCall
 from .softmax.multipoles import FORMS, PREPARE, MultipoleCall
 from .softmax.multipoles import why_not as why_not_multipole
+from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
 from .softmax.taylor.operator import OPERATORS as TAYLOR
@@ -127,10 +128,8 @@ def why_not_triton(call: AnyCall) -> str | None:
         return "these calls have no Triton form with a state"
     if isinstance(call, block_call.BlockCall):
         return block_fused.why_not(call.q, call.k, call.v, every_frame(call.options), call.rotary)
-    o = call.options
-    if call.q.dtype == torch.float64:
-        return "there is no Triton form in float64"
-    return fused.why_not(call.q, call.k, call.v, fused.Spec(call.op, *_two_sided_options(o)), call.sequences)
+    spec = fused.Spec(call.op, *_two_sided_options(call.options))
+    return fused.why_not(call.q, call.k, call.v, spec, call.sequences)
 
 
 def why_not_reference(call: AnyCall) -> str | None:
@@ -271,7 +270,7 @@ def run(
     stateful = call.state is not None or call.return_state
     if op == "softmax_attention" or call.options.causal or stateful or chosen == "reference":
         with plain_precision(call.q):
-            y, state = (definition(call), None) if chosen == "reference" else _kernel(call, chosen)
+            y, state = (_definition(call), None) if chosen == "reference" else _kernel(call, chosen)
         return (y, state) if call.return_state else y
     known = TwoSided.of(call, len(tokens), chosen)
     remember(form, known)
@@ -355,3 +354,23 @@ def _kernel(call: Call, chosen: str) -> tuple[Tensor, State | None]:
     refuse_forward_mode(op, q, k, v, gamma)
     rest = (o.feature_map, o.normalize, o.center, o.mean_path, o.decay_rule, o.ridge, o.scale, o.eps, o.frame)
     return causal_op(q, k, v, gamma, op, *rest), None
+
+
+def _definition(call: Call) -> Tensor:
+    """Return o [B, N, H, Dv] in the dtype of q by the reference: N x N matrices, one sequence at a time."""
+    dtype = compute_dtype(call.q.dtype)
+    q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
+    if call.sequences.cu_seqlens is None:
+        return _whole(call, q, k, v, call.sequences.mask).to(call.q.dtype)
+    lengths = call.sequences.cu_seqlens.diff().tolist()
+    each = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
+    return torch.cat([_whole(call, qs, ks, vs, None) for qs, ks, vs in each], 1).to(call.q.dtype)
+
+
+def _whole(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    if call.op == "softmax_attention":
+        return softmax_reference(q, k, v, bool(call.options.causal), call.options.scale, mask)
+    gamma = None
+    if call.gamma is not None:  # one per query head
+        gamma = call.gamma.expand(1, k.shape[2], q.shape[2] // k.shape[2], 1, 1).flatten()
+    return linear_reference(call.op, q, k, v, call.options, gamma, call.coefficients, mask)

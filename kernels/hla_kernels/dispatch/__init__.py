@@ -5,7 +5,6 @@
     trial       small seeded input of that check
     operator    custom operators with little overhead, and which gradients a call needs
     recording   allocations and launches of a call, recorded once and replayed
-    definition  reference implementation of a checked call
 """
 
 from collections.abc import Callable

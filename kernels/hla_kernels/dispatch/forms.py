@@ -33,7 +33,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def recall(form: tuple | None) -> Any:
-    """Return the cached result of a form, or None."""
+    """Return the cached result of a form, or None; while compiling, the cache is not read, which would guard it."""
     return None if form is None else KNOWN.get(form)
 
 

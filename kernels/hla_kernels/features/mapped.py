@@ -42,15 +42,15 @@ def features(
     center: "k" or "qk", whose features the operator centres. They are written as elu1 - 1, which changes no centred
     feature: tensor cores truncate a sum at every addition, and sums of smaller features lose less.
     """
+    if name in MAPS and buffer.numel() == 0:
+        buffer = torch.empty(sum(_floats(q, k)), dtype=torch.float32, device=q.device)
+    rest, found = split(name, buffer, q, k)
     if name in MAPS:
         from .map_kernels import map_pair
 
-        room = buffer if buffer.numel() > 0 else torch.empty(sum(_floats(q, k)), dtype=torch.float32, device=q.device)
-        rest, found = split(name, room, q, k)
         of_q, of_k = ("elu" if name == "elu1" and x in (center or "") else name for x in "qk")
         map_pair((of_q, of_k), (q, k), found)
-        return (rest if buffer.numel() > 0 else buffer), found
-    return buffer, (q, k)
+    return rest, found
 
 
 def gradients(name: str | None, q: Tensor, k: Tensor, grads: Pair, to: Pair) -> None:
