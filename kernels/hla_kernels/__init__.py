@@ -8,6 +8,7 @@ expansion around block means with an exact near field, exact key tiles chosen by
 Symbols and equations: `hla`, `blockmix`, `softmax.taylor`, `softmax.multipole`, `delta_rule`. Depends on torch only.
 """
 
+from . import flops as _flops  # noqa: F401  registers the formulas
 from .api import (
     ahla,
     ahla_qkvpacked,
@@ -25,12 +26,10 @@ from .api import (
 from .api.blocks import mhla, mhla_qkvpacked
 from .api.delta import delta
 from .api.softmax import adaptive_multipole, multipole, taylor2, taylor2_qkvpacked
-from .blockmix import flops as _block_flops  # noqa: F401  registers the formulas
 from .blockmix.streaming import BlockState
 from .delta_rule import rules as delta_rules
 from .delta_rule.state import DeltaState, merge_delta
 from .features import FEATURE_MAPS
-from .hla import flops as _flops  # noqa: F401  registers the formulas
 from .hla.fused.plan import set_batch_invariant
 from .hla.streaming.merge import merge
 from .hla.streaming.state import State
@@ -38,7 +37,6 @@ from .hla.streaming.stream import read
 from .op import Explanation, explain
 from .options import MAX_HEAD_DIM, OPS
 from .ranks.sharded import sharded
-from .softmax.taylor import flops as _taylor_flops  # noqa: F401  registers the formulas
 
 __all__ = [
     "FEATURE_MAPS",
