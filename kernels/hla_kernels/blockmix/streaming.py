@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..features import feature_width
 from ..hla.layout import to_tokens
-from ..hla.streaming.checks import check_devices, check_finite, check_held, check_shapes
+from ..hla.streaming.checks import check_held, check_values
 from . import causal
 from .frames import Frames
 from .layout import block_slots, block_table
@@ -61,9 +61,7 @@ def check_state(state: object, options: BlockOptions, q: Tensor, k: Tensor, v: T
             f"{tuple(options.layout)} do."
         )
     check_held("mhla", state.n, state.tensors, _names(options))
-    check_shapes(state.tensors, _shapes(state, q, k, v))
-    check_devices(state.n, state.tensors, q.device)
-    check_finite(state.tensors)
+    check_values(state.n, state.tensors, _shapes(state, q, k, v), q.device)
     if torch.compiler.is_compiling() or state.n.device.type != "cpu":
         return
     if int(state.n) < 0:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..hla.layout import to_heads, to_tokens
 from ..options import compute_dtype, plain_precision
 from ..softmax.taylor.call import TaylorCall, prepare
-from ..softmax.taylor.torch_form import Heads, blocks, features, pair, read_state, rows, with_ones
+from ..softmax.taylor.torch_form import Heads, blocks, moment_of, pair, read_state, rows
 from .collectives import add_ranks, add_together, one_token
 
 
@@ -30,7 +30,7 @@ def expand(
         x = _centred([t.to(call.q.dtype) for t in tokens], call, group)
         c = pair(coefficients, k.shape[2], x.q.dtype)
         cut = list(blocks(x))
-        own = [_again(_moment, x.k[..., i:j, :], rows(x.k2, i, j), x.v[..., i:j, :]) for i, j in cut]
+        own = [_again(moment_of, x.k[..., i:j, :], x.v[..., i:j, :], rows(x.k2, i, j)) for i, j in cut]
         moment = add_ranks(torch.stack(own).sum(0), group) / x.n
         parts = [_again(read_state, x.q[..., i:j, :], rows(x.q2, i, j), *c, moment, call.normalize) for i, j in cut]
         return to_tokens(torch.cat(parts, -2) + x.mean, call.q.dtype)
@@ -45,11 +45,6 @@ def _centred(tokens: list[Tensor], call: TaylorCall, group: Any) -> Heads:
     k, v, *k2 = (t - total / n for t, total in zip(keys, sums, strict=True))
     q2 = narrow[0] * call.q_scale if narrow else None
     return Heads(q * call.q_scale, k, v, q2, k2[0] if k2 else None, sums[1] / n, n)
-
-
-def _moment(k: Tensor, k2: Tensor | None, v: Tensor) -> Tensor:
-    """Return Sum_j F(k_j) [nu_j, 1] of a block of tokens, [B, Hk, 1, W, Dv + 1]."""
-    return features(k, k2).mT @ with_ones(v)
 
 
 def _again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:

@@ -27,7 +27,6 @@ def check_state(
     check_names(state)
     state = state.unpack()
     check_contents(state, sizes, device)
-    check_finite(state.tensors)
     # comparing values would synchronize with the device, and is impossible while compiling
     if gamma is None or torch.compiler.is_compiling() or gamma.device.type != "cpu":
         return state
@@ -51,8 +50,7 @@ def check_mergeable(op: str, options: Options, state: State | None) -> None:
 def check_names(state: State) -> None:
     """Raise ValueError unless the state holds exactly the tensors of its operator and options, and either all
     summaries of `merge` or none."""
-    some = any(name in state.tensors for name in _summary_names(state))
-    check_held(state.op, state.n, state.tensors, contents(state.op, state.options, Sizes(1, 1, 1, 1, 1), some))
+    check_held(state.op, state.n, state.tensors, _contents(state, Sizes(1, 1, 1, 1, 1)))
 
 
 def check_held(op: str, n: Any, tensors: dict[str, Tensor], want: Iterable[str]) -> None:
@@ -69,28 +67,28 @@ def check_held(op: str, n: Any, tensors: dict[str, Tensor], want: Iterable[str])
 
 
 def check_contents(state: State, sizes: Sizes, device: torch.device) -> None:
-    """Raise ValueError unless every tensor of an unpacked state has the shape for these sizes, and the device."""
-    some = any(name in state.tensors for name in _summary_names(state))
-    check_shapes(state.tensors, contents(state.op, state.options, sizes, some))
-    check_devices(state.n, state.tensors, device)
+    """Raise ValueError unless every tensor of an unpacked state has the shape for these sizes, and the device, and is
+    finite."""
+    check_values(state.n, state.tensors, _contents(state, sizes), device)
 
 
-def check_shapes(tensors: dict[str, Tensor], want: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless every tensor of a state has the expected shape."""
+def _contents(state: State, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    some = any(name in state.tensors for name in summaries_of(state.op, state.options))
+    return contents(state.op, state.options, sizes, some)
+
+
+def check_values(
+    n: Tensor, tensors: dict[str, Tensor], want: dict[str, tuple[int, ...]], device: torch.device
+) -> None:
+    """Raise ValueError unless every tensor of a state has the expected shape, is on the device of the tokens, and is
+    finite."""
     for name, shape in want.items():
         if tuple(tensors[name].shape) != shape:
             raise ValueError(f"The state's {name} has shape {tuple(tensors[name].shape)}, these tokens need {shape}.")
-
-
-def check_devices(n: Tensor, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Raise ValueError unless a state is on the device of the tokens."""
     for name, x in (("n", n), *tensors.items()):
         if x.device != device:
             raise ValueError(f"The state's {name} is on {x.device}, the tokens are on {device}.")
-
-
-def _summary_names(state: State) -> tuple[str, ...]:
-    return summaries_of(state.op, state.options) if state.options.causal else ()
+    check_finite(tensors)
 
 
 def check_finite(tensors: dict[str, Tensor]) -> None:

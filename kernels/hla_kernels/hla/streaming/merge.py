@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...options import Options, is_paper
 from .checks import check_names
-from .state import State, log_decay, merge_obstacle, missing_summaries
+from .state import State, merge_obstacle, missing_summaries
 
 UNDECAYED = ("C0", "R", "S0")
 
@@ -46,9 +46,8 @@ def merge(a: State, b: State) -> State:
     _check(a, b)
     if not a.options.causal:
         return State(a.op, a.options, a.n + b.n, {name: x + b.tensors[name] for name, x in a.tensors.items()})
-    log_gamma = log_decay(a)
-    rho_a, rho_b = (1.0 if log_gamma is None else (log_gamma * x.n).exp() for x in (a, b))
     x, y = a.tensors, b.tensors
+    rho_a, rho_b = ((x["gamma"].log() * state.n).exp() if "gamma" in x else 1.0 for state in (a, b))
     shared = [name for name in x if name in y]
     out = {name: x[name] + y[name] if name in UNDECAYED else rho_b * x[name] + y[name] for name in shared}
     if "gamma" in x:

@@ -81,8 +81,8 @@ class State:
 
 
 def summaries_of(op: str, options: Options) -> tuple[str, ...]:
-    """Return the names of the summaries in a mergeable causal state of `op`."""
-    return SUMMARIES["paper" if is_paper(op, options) else op]
+    """Return the names of the summaries in a mergeable state of `op`; a two-sided state needs none."""
+    return SUMMARIES["paper" if is_paper(op, options) else op] if options.causal else ()
 
 
 def merge_obstacle(op: str, options: Options) -> str | None:
@@ -99,14 +99,7 @@ def merge_obstacle(op: str, options: Options) -> str | None:
 
 def missing_summaries(state: State) -> list[str]:
     """Return the names of the summaries that `merge` needs and this state lacks."""
-    if not state.options.causal:
-        return []
     return [name for name in summaries_of(state.op, state.options) if name not in state.tensors]
-
-
-def log_decay(state: State) -> Tensor | None:
-    """Return log gamma [1, Hk or 1, G or 1, 1, 1] of the state's decay, or None."""
-    return state.tensors["gamma"].log() if "gamma" in state.tensors else None
 
 
 def _pack(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ...features import feature, feature_width
 from ...options import Options, compute_dtype
 from ..layout import to_heads, to_tokens
 from ..moments import MOMENTS, operator_matrix, read_out, token_sums
-from .checks import check_contents, check_finite, check_names
+from .checks import check_contents, check_names
 from .contents import Sizes
 from .state import State
 
@@ -50,7 +50,6 @@ def read(q: Tensor, state: State, coefficients: Tensor | None = None) -> Tensor:
     state = state.unpack()
     _check_read(q, state)
     check_coefficients(state.op, coefficients, q.shape[2], q.device)
-    check_finite(state.tensors)
     n_key_heads = state.tensors[MOMENTS[state.op][0]].shape[1]
     qh = feature(to_heads(q, n_key_heads, compute_dtype(q.dtype)), state.options.feature_map)
     return to_tokens(_read(qh, state, coefficients), q.dtype)

@@ -8,24 +8,16 @@ from torch import Tensor
 from ...options import compute_dtype
 from ...sequences import real
 from .call import MultipoleCall
-from .layout import Field, membership, near
+from .layout import membership, near
 
 
 def definition(call: MultipoleCall) -> Tensor:
-    """Run `reference` on a checked call in at least float32; returns the dtype of its queries."""
-    q, k, v = (x.to(compute_dtype(call.q.dtype)) for x in call[:3])
-    return reference(q, k, v, call.field, call.degree, call.q_scale, call.mask).to(call.q.dtype)
-
-
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, field: Field, degree: int, q_scale: float, mask: Tensor | None = None
-) -> Tensor:
-    """Return o of `multipole` for q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv] -> [B, N, H, Dv], in the dtype of
-    q."""
-    group = q.shape[2] // k.shape[2]
+    """Return o [B, N, H, Dv] of a checked call in the dtype of its queries, computed in at least float32."""
+    field, degree, mask, group = call.field, call.degree, call.mask, call.q.shape[2] // call.k.shape[2]
+    q, k, v = (real(x, mask).to(compute_dtype(call.q.dtype)) for x in call[:3])
     live = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
-    k, v = (real(x, mask).repeat_interleave(group, dim=2) for x in (k, v))
-    s = q_scale * torch.einsum("bihd,bjhd->bhij", real(q, mask), k)
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    s = call.q_scale * torch.einsum("bihd,bjhd->bhij", q, k)
     first, last = field.prefix, field.prefix + field.n_grid
     outer = torch.ones(s.shape[-1], dtype=torch.bool, device=q.device)
     outer[first:last] = False
@@ -45,4 +37,4 @@ def reference(
         r = s - anchor
         w = w * torch.where(exact, 1, 1 + r if degree == 1 else 1 + r + r**2 / 2)
     o = torch.einsum("bhij,bjhd->bihd", w / w.sum(-1, keepdim=True), v)
-    return real(o, mask).contiguous()
+    return real(o, mask).to(call.q.dtype).contiguous()

@@ -121,14 +121,9 @@ def pairs(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return a, b, torch.where(a == b, 0.5, 1.0).to(y.dtype).sqrt()
 
 
-def with_ones(v: Tensor) -> Tensor:
-    """Return [nu, 1]."""
-    return torch.cat([v, torch.ones_like(v[..., :1])], -1)
-
-
 def moment_of(k: Tensor, v: Tensor, k2: Tensor | None) -> Tensor:
-    """Return Sum_j F(k_j) [nu_j, 1] of a block of tokens."""
-    return features(k, k2).mT @ with_ones(v)
+    """Return Sum_j F(k_j) [nu_j, 1] of a block of tokens, [B, Hk, 1, W, Dv + 1]."""
+    return features(k, k2).mT @ torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
 
 def summed(x: Heads) -> Tensor:
