@@ -63,20 +63,30 @@ def block_table(layout: Layout, device: torch.device | None = None) -> Tensor:
 def block_slots(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (tokens, places). tokens: the tokens of each block, int64 [M, W], W the size of the largest block, N in
     unused slots. places: the slot of each token, int64 [N], an index into [M * W]."""
-    made = _block_slots.__wrapped__ if torch.compiler.is_exporting() else _block_slots  # no fake tensors in the cache
-    return made(layout, device)
+    return slots_of(layout, 0, layout.n_tokens, device)[1:]
+
+
+def slots_of(layout: Layout, start: int, n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the blocks that hold the n tokens from `start` on, int64 [M'], and `block_slots` of these tokens alone,
+    [M', W] (n in unused slots) and [n]."""
+    made = _slots_of.__wrapped__ if torch.compiler.is_exporting() else _slots_of  # no fake tensors in the cache
+    return made(layout, start, n, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _block_slots(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
-    blocks = [0]
+def _slots_of(layout: Layout, start: int, n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    table = [0]
     for length, m in zip(layout.grid, layout.blocks, strict=True):
-        blocks = [block * m + block_of(p, length, m) for block in blocks for p in range(length)]  # type: ignore[misc]
-    slots: list[list[int]] = [[] for _ in range(layout.n_blocks)]
-    places, width = [], layout.widest
-    for token, block in enumerate([0] * layout.prefix + [block + (layout.prefix > 0) for block in blocks]):
-        places.append(block * width + len(slots[block]))
+        table = [block * m + block_of(p, length, m) for block in table for p in range(length)]  # type: ignore[misc]
+    table = [0] * layout.prefix + [block + (layout.prefix > 0) for block in table]
+    slots: dict[int, list[int]] = {block: [] for block in sorted(set(table[start : start + n]))}
+    for token, block in enumerate(table[start : start + n]):
         slots[block].append(token)
-    tokens = [slot + [layout.n_tokens] * (width - len(slot)) for slot in slots]
+    width, places = max(map(len, slots.values()), default=1), [0] * n
+    for row, tokens in enumerate(slots.values()):
+        for column, token in enumerate(tokens):
+            places[token] = row * width + column
+    padded = [tokens + [n] * (width - len(tokens)) for tokens in slots.values()]
     with torch.inference_mode(False):  # the cached tables must be usable with autograd
-        return torch.tensor(tokens, device=device), torch.tensor(places, device=device)
+        blocks, held, found = (torch.tensor(x, dtype=torch.int64, device=device) for x in (list(slots), padded, places))
+        return blocks, held.view(len(padded), width), found

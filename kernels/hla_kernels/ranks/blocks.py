@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..blockmix.call import BlockCall, check_layout, check_rotary, prepare
 from ..blockmix.causal import mix
-from ..blockmix.layout import Layout, block_table
+from ..blockmix.layout import Layout, block_table, slots_of
 from ..blockmix.options import BlockOptions
 from ..blockmix.torch_form import block_moments, numerator, prepare_heads, product
 from ..checks import cast_tensors
@@ -145,7 +145,7 @@ class Share:
 
     def __init__(self, layout: Layout, start: int, n: int, device: torch.device) -> None:
         self.n_blocks = layout.n_blocks
-        self.blocks, self.tokens, self.places = _tables(layout, start, n, device)
+        self.blocks, self.tokens, self.places = slots_of(layout, start, n, device)
 
     def weigh(self, group: Any, q: Tensor, k: Tensor, v: Tensor, m: Tensor, s: float, options: BlockOptions) -> Tensor:
         """Return W v [B, Hk, G, N, E] for features q, k and values v of this rank, without the denominator."""
@@ -158,22 +158,3 @@ class Share:
     def _in_all(self, x: Tensor) -> Tensor:
         """Pad moments [.., blocks of this rank, F, E] with zeros to all blocks."""
         return x.new_zeros(*x.shape[:-3], self.n_blocks, *x.shape[-2:]).index_copy(-3, self.blocks, x)
-
-
-@functools.lru_cache(maxsize=64)
-def _tables(layout: Layout, start: int, n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the blocks of a share int64 [M'], the tokens of each [M', W] (n in unused slots), and the slot of each
-    token [n]."""
-    table = block_table(layout).tolist()[start : start + n]
-    slots: dict[int, list[int]] = {block: [] for block in sorted(set(table))}
-    for token, block in enumerate(table):
-        slots[block].append(token)
-    width = max(map(len, slots.values()), default=1)
-    places = [0] * n
-    for row, tokens in enumerate(slots.values()):
-        for column, token in enumerate(tokens):
-            places[token] = row * width + column
-    padded = [tokens + [n] * (width - len(tokens)) for tokens in slots.values()]
-    with torch.inference_mode(False):  # the cached tables must be usable with autograd
-        blocks, held, found = (torch.tensor(x, dtype=torch.int64, device=device) for x in (list(slots), padded, places))
-        return blocks, held.view(len(padded), width), found
