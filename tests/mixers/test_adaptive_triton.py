@@ -180,7 +180,7 @@ def compiled(d: str, k_tile: str, side: str) -> None:
     for select in ("error", "mean"):
         where = (None, [int(side)] * 2, 0, 0, 64, int(k_tile), 2, select, "first", 0.125)
         outputs = operator.adaptive_op.function(q, q, q, *where)
-        operator.adaptive_backward.function(q, q, q, q, None, list(outputs), *where[1:])
+        operator.adaptive_backward.function([q], list(outputs), q, q, q, *where)
     done = set()
     for fn, *call in Recorder.calls:
         if fn.__name__ not in done:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import custom_op
+from ..dispatch.operator import like, saved_op
 from ..dispatch.recording import launch
 from .call import DeltaCall
 
@@ -93,8 +93,7 @@ def _contiguous(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Te
     return tuple(x.contiguous() for x in (q, k[:, :, :, 0], v[:, :, :, 0], log_f.float(), a, b))
 
 
-@custom_op("delta_walk")
-def delta_walk(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return o [B, N, H, Dv], the last state [B, H, D, Dv], and with `save` what the backward needs. Arguments as in
@@ -110,21 +109,20 @@ def delta_walk(
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1), last, *_nothing(q)
 
 
-@delta_walk.register_fake
-def _(q, k, v, log_f, a, b, state, save):
+def _outputs(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, save: bool) -> tuple:
     found = _empty(q, v, a)
     return found if save else (*found[:2], *_nothing(q))
 
 
-@custom_op("delta_walk_backward")
-def delta_walk_backward(
-    grad: Tensor, grad_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor,
-    state: Tensor, z: Tensor, states: Tensor,
+def _backward(
+    grads: list[Tensor], saved: list[Tensor], q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor,
+    state: Tensor, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the inputs of `delta_walk`, in their order."""
     from .gradients import gradients
 
-    dq, dk, da, db = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, a, b))
+    (grad, grad_state), (z, states) = grads, saved
+    dq, dk, da, db = like(q, k, a, b)
     q1, k1, v1, f1, a1, b1 = _contiguous(q, k, v, log_f, a, b)
     grad = grad.contiguous()
     dv, d_state, y, ends = _run((k1, q1, grad, f1, b1, a1), grad_state.float().contiguous(), True)
@@ -140,18 +138,4 @@ def delta_walk_backward(
     return dq, dk, dv.unsqueeze(3), df, da, db, d_state.to(state.dtype)
 
 
-@delta_walk_backward.register_fake
-def _(grad, grad_state, q, k, v, log_f, a, b, state, *saved):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_f, a, b, state))
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(*inputs[:7], *output[2:])
-
-
-def _backward(ctx: Any, grad: Tensor, grad_state: Tensor, *_: Tensor) -> tuple:
-    return (*delta_walk_backward(grad, grad_state, *ctx.saved_tensors), None)
-
-
-delta_walk.register_autograd(_backward, setup_context=_setup_context)
+delta_walk, delta_walk_backward = saved_op("delta_walk", _forward, _outputs, _backward, count=7, results=2)

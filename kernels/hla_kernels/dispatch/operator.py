@@ -94,17 +94,12 @@ def token_operators(
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # otherwise autograd would allocate zeros of the size of `saved`
-        ctx.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-        ctx.others = [None if i in ctx.places else x for i, x in enumerate(inputs)]
-        ctx.save_for_backward(*(inputs[i] for i in ctx.places), output[1])
+        _save(ctx, inputs, output[1:])
 
     def gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple:
         if grad is None:  # no gradient of the output, hence none of the inputs
             return (None,) * len(ctx.others)
-        *tensors, saved = ctx.saved_tensors
-        given = list(ctx.others)
-        for i, x in zip(ctx.places, tensors, strict=True):
-            given[i] = x
+        given, (saved,) = _saved(ctx)
         *grads, d_last = back(grad, saved, *given[:at], *given[at + 1 :])
         wanted = ctx.needs_input_grad[count] and d_last.shape == given[count].shape
         return (*grads, d_last if wanted else None, *[None] * (len(given) - count - 1))
@@ -121,9 +116,8 @@ def recomputed_op(name: str, function: Callable, outputs: Callable) -> tuple[Ope
     each argument is needed, and the arguments; it returns the gradients that are needed."""
     own = custom_op(name)(function)
     own.register_fake(outputs)
-    arguments = torch.library.infer_schema(function, mutates_args=())[1:].rpartition(") -> ")[0]
 
-    @custom_op(f"{name}_backward", f"(Tensor[] grads, bool[] needed, {arguments}) -> Tensor[]")
+    @custom_op(f"{name}_backward", f"(Tensor[] grads, bool[] needed, {_arguments(function)}) -> Tensor[]")
     def back(grads: list[Tensor], needed: list[bool], *args: Any) -> list[Tensor]:
         places = [i for i, wanted in enumerate(needed) if wanted]
 
@@ -137,20 +131,59 @@ def recomputed_op(name: str, function: Callable, outputs: Callable) -> tuple[Ope
 
     @back.register_fake
     def _(grads, needed, *args):
-        inputs = (x for x, wanted in zip(args, needed, strict=True) if wanted)
-        return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        return list(like(*(x for x, wanted in zip(args, needed, strict=True) if wanted)))
 
     def gradients(ctx: Any, *grads: Tensor) -> tuple:
-        args = (y if x is None else x for x, y in zip(ctx.saved_tensors, ctx.others, strict=True))
-        found = iter(back(list(grads), list(ctx.needs_input_grad), *args))
+        found = iter(back(list(grads), list(ctx.needs_input_grad), *_saved(ctx)[0]))
         return tuple(next(found) if wanted else None for wanted in ctx.needs_input_grad)
+
+    own.register_autograd(gradients, setup_context=lambda ctx, inputs, output: _save(ctx, inputs))
+    return own, back
+
+
+def saved_op(
+    name: str, function: Callable, outputs: Callable, backward: Callable, count: int, results: int = 1,
+    kept: int | None = None,
+) -> tuple[Operator, Operator]:  # fmt: skip
+    """Define an operator of a function with annotated arguments, and its backward, for which outputs are saved.
+
+    outputs: the function for fake tensors. The first `results` outputs have gradients; those from `kept` on are saved,
+    without it all others. backward(grads, saved, *arguments) returns the gradients of the first `count` arguments."""
+    own, saves = custom_op(name)(function), results if kept is None else kept
+    own.register_fake(outputs)
+    schema = f"(Tensor[] grads, Tensor[] saved, {_arguments(function)}) -> Tensor[]"
+    back = custom_op(f"{name}_backward", schema)(lambda *x: list(backward(*x)))
+    back.register_fake(lambda grads, saved, *x: list(like(*x[:count])))
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.mark_non_differentiable(*output[results:])
+        ctx.set_materialize_grads(results > 1)  # one of several may be None
+        _save(ctx, inputs, output[saves:])
+
+    def gradients(ctx: Any, *grads: Any) -> tuple:
+        given, saved = _saved(ctx)
+        found = [None] * count if grads[0] is None else back(list(grads[:results]), saved, *given)
+        return (*found, *[None] * (len(given) - count))
 
     own.register_autograd(gradients, setup_context=setup_context)
     return own, back
+
+
+def _arguments(function: Callable) -> str:
+    """Return the arguments of an annotated function in a schema."""
+    return torch.library.infer_schema(function, mutates_args=())[1:].rpartition(") -> ")[0]
+
+
+def _save(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor] = ()) -> None:
+    """Save the arguments of an operator, and some of its outputs."""
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), *outputs)
+
+
+def _saved(ctx: Any) -> tuple[list[Any], list[Tensor]]:
+    """Return the arguments and outputs that `_save` saved."""
+    n, tensors = len(ctx.others), ctx.saved_tensors
+    return [y if x is None else x for x, y in zip(tensors[:n], ctx.others, strict=True)], list(tensors[n:])
 
 
 def parts(tokens: Sequence[Tensor]) -> list[Tensor]:

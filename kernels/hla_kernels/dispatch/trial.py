@@ -35,8 +35,8 @@ def trial_of(call: Any) -> tuple | None:
     if isinstance(call, BlockCall):
         o, turned = call.options, None if call.rotary is None else tuple(int(x) for x in call.rotary[0].shape)
         options = (
-            *_grid(o.layout), ("prefix", int(o.layout.prefix)), ("order", o.order), ("causal", o.causal),
-            ("feature_map", o.feature_map),
+            ("grid", tuple(int(x) for x in o.layout.grid)), ("blocks", tuple(int(x) for x in o.layout.blocks)),
+            ("prefix", int(o.layout.prefix)), ("order", o.order), ("causal", o.causal), ("feature_map", o.feature_map),
             ("normalize", o.normalize), ("rotary_half", o.rotary_half), ("moments", o.moments),
             ("token_mask", call.mask is not None), ("rotary", turned),
         )  # fmt: skip
@@ -49,10 +49,6 @@ def trial_of(call: Any) -> tuple | None:
     if not hasattr(call, "coefficients"):
         return None
     return _causal(call, widths) if call.options.causal else _two_sided(call, widths)
-
-
-def _grid(layout: Any) -> tuple:
-    return (("grid", tuple(int(x) for x in layout.grid)), ("blocks", tuple(int(x) for x in layout.blocks)))
 
 
 def _two_sided(call: Any, widths: tuple[int, ...]) -> tuple:

@@ -77,17 +77,13 @@ def capability(index: int | None) -> tuple[int, int]:
 @functools.cache
 def machine(index: int | None) -> Machine:
     """Return the machine with a CUDA device (the current one if None)."""
-    return Machine(torch.cuda.get_device_name(index), capability(index), TRITON_VERSION, ptxas_version())
-
-
-def ptxas_version() -> str:
-    """Return the version of the assembler that Triton runs, or "" if it does not say."""
     try:
         import triton
 
-        return triton.knobs.nvidia.ptxas.version
+        ptxas = triton.knobs.nvidia.ptxas.version  # of the assembler that Triton runs
     except Exception:  # another version of Triton, or no Triton
-        return ""
+        ptxas = ""
+    return Machine(torch.cuda.get_device_name(index), capability(index), TRITON_VERSION, ptxas)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import custom_op, like, to_onnx
+from ..dispatch.operator import like, saved_op, to_onnx
 from ..dispatch.verify import HAS_TRITON
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -55,36 +55,16 @@ def power_torch(x: Tensor, exponent: Tensor) -> Tensor:
     return (raised * top * (lengths[0] / lengths[1]).sqrt()).to(x.dtype)
 
 
-@custom_op("power_pair")
-def power_op(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the features by the kernel."""
+def _forward(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:
     from .power_kernels import forward
 
     return forward(q, k, of_q, of_k)
 
 
-power_op.register_fake(lambda *given: like(*given[:2]))
-
-
-@custom_op("power_pair_backward")
-def power_backward(
-    grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and of their exponents."""
+def _backward(grads: list[Tensor], _: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:
     from .power_kernels import backward
 
-    return backward((grad_q, grad_k), q, k, of_q, of_k)
+    return backward((grads[0], grads[1]), *given)
 
 
-power_backward.register_fake(lambda grad_q, grad_k, *given: like(*given))
-
-
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx, *grads):
-    return torch.ops.hla_kernels.power_pair_backward(*grads, *ctx.saved_tensors)
-
-
-power_op.register_autograd(_backward, setup_context=_save)
+power_op, _ = saved_op("power_pair", _forward, lambda *given: like(*given[:2]), _backward, count=4, results=2)

@@ -12,11 +12,13 @@ rounded once; backward dy = R' df where y > 0, then as above.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch.operator import custom_op, like
+from ..dispatch.operator import like, saved_op
 from ..dispatch.verify import HAS_TRITON
 
 MAX_CHANNELS = 8192
@@ -49,8 +51,7 @@ def prepared(x: Tensor, weight: Tensor, eps: float, relu: bool, cos: Tensor, sin
     return torch.ops.hla_kernels.rms_norm(x, weight, eps, relu, *tables)[0]
 
 
-@custom_op("rms_norm")
-def rms_norm_op(
+def _forward(
     x: Tensor, weight: Tensor, eps: float, relu: bool = False, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (y, r). y: normalized x, with relu and rotation by float32 tables [N, D / 2] if given. r: float32
@@ -60,33 +61,17 @@ def rms_norm_op(
     return forward(x, weight, eps, relu, cos, sin)
 
 
-@rms_norm_op.register_fake
-def _(x, weight, eps, relu=False, cos=None, sin=None):
+def _outputs(x: Tensor, *_: object) -> tuple[Tensor, ...]:
     return *like(x), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
 
 
-@custom_op("rms_norm_backward")
-def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, relu: bool, cos: Tensor | None, sin: Tensor | None
+def _backward(
+    grads: list[Tensor], saved: list[Tensor], x: Tensor, weight: Tensor, _: float, *preparation: Any
 ) -> tuple[Tensor, Tensor]:
     """Return (dx, dw)."""
     from .fused import backward
 
-    return backward(grad, x, weight, inverse, relu, cos, sin)
+    return backward(grads[0], x, weight, saved[0], *preparation)
 
 
-rms_norm_backward.register_fake(lambda grad, x, weight, *_: (*like(x), torch.empty_like(weight)))
-
-
-def _save(ctx, inputs, output) -> None:
-    x, weight, _, ctx.relu, cos, sin = inputs
-    ctx.save_for_backward(x, weight, output[1], cos, sin)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx, grad, _):
-    *saved, cos, sin = ctx.saved_tensors
-    return (*torch.ops.hla_kernels.rms_norm_backward(grad, *saved, ctx.relu, cos, sin), *[None] * 4)
-
-
-rms_norm_op.register_autograd(_backward, setup_context=_save)
+rms_norm_op, _ = saved_op("rms_norm", _forward, _outputs, _backward, count=2)

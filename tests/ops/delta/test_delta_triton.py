@@ -196,7 +196,7 @@ def compiled() -> None:
     gradients.gradients = Recorder(gradients.gradients)
     for d, r, channels in ((64, 0, False), (64, 1, False), (64, 2, True), (128, 2, True)):
         x, grads = ([t.to("meta") for t in y] for y in setting((64, d, d, r, channels, 1), torch.bfloat16, "cpu"))
-        fused.delta_walk_backward.function(*grads, *x, *fused.delta_walk.function(*x, True)[2:])
+        fused.delta_walk_backward.function(grads, fused.delta_walk.function(*x, True)[2:], *x, True)
     for fn, args, kwargs in Recorder.calls:
         print(json.dumps(compiled_call(fn, args, kwargs, set())[1]), flush=True)
 
