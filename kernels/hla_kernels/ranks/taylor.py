@@ -28,11 +28,11 @@ def expand(
     tokens = (q, k, v) if narrow is None else (q, k, v, *narrow)
     with plain_precision(q):
         x = _centred([t.to(call.q.dtype) for t in tokens], call, group)
-        c = pair(coefficients, k.shape[2], x.q.dtype)
+        c = pair(coefficients, k.shape[2], x.v.dtype)
         cut = list(blocks(x))
-        own = [_again(moment_of, x.k[..., i:j, :], x.v[..., i:j, :], rows(x.k2, i, j)) for i, j in cut]
+        own = [_again(moment_of, rows(x.k, i, j), x.v[..., i:j, :]) for i, j in cut]
         moment = add_ranks(torch.stack(own).sum(0), group) / x.n
-        parts = [_again(read_state, x.q[..., i:j, :], rows(x.q2, i, j), *c, moment, call.normalize) for i, j in cut]
+        parts = [_again(read_state, rows(x.q, i, j), *c, moment, call.normalize) for i, j in cut]
         return to_tokens(torch.cat(parts, -2) + x.mean, call.q.dtype)
 
 
@@ -43,8 +43,7 @@ def _centred(tokens: list[Tensor], call: TaylorCall, group: Any) -> Heads:
     *sums, count = add_together([*(t.sum(-2, keepdim=True) for t in keys), q.new_full((1,), q.shape[-2])], group)
     n = count[0]
     k, v, *k2 = (t - total / n for t, total in zip(keys, sums, strict=True))
-    q2 = narrow[0] * call.q_scale if narrow else None
-    return Heads(q * call.q_scale, k, v, q2, k2[0] if k2 else None, sums[1] / n, n)
+    return Heads([t * call.q_scale for t in (q, *narrow[:1])], [k, *k2], v, sums[1] / n, n)
 
 
 def _again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:

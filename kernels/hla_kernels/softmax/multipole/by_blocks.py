@@ -91,7 +91,7 @@ def fields(x: Heads, field: Field, table: Slots, degree: int) -> tuple[Far, Near
 
 def terms(x: Tensor, degree: int) -> Tensor:
     """Return f(x) such that f(q).f(r) are the terms of exp(q.r) of degree 1 to `degree`; empty for degree 0."""
-    return features(x, None) if degree == 2 else x[..., : degree * x.shape[-1]]
+    return features([x]) if degree == 2 else x[..., : degree * x.shape[-1]]
 
 
 def width_of(d: int, degree: int) -> int:
