@@ -52,7 +52,7 @@ def prepare(
         raise ValueError(f"return_state must be True or False, got {return_state!r}.")
     if (return_state or state is not None) and not kept.causal:
         raise ValueError("state and return_state need causal=True: two-sided tokens are all there at once.")
-    _check_tokens(q.shape[1], kept)
+    check_tokens(q.shape[1], kept)
     check_mixing(mixing, layout, q)
     check_sequences(q, token_mask, None, None)
     if token_mask is not None and kept.causal:
@@ -109,7 +109,7 @@ def _check_frames(o: BlockOptions) -> None:
         raise ValueError(f"causal='frame' is for order='la', got order={o.order!r}.")
 
 
-def _check_tokens(n: int, o: BlockOptions) -> None:
+def check_tokens(n: int, o: BlockOptions) -> None:
     want, layout = o.layout.n_tokens, o.layout
     if n != want and not (o.causal is True and n < want):
         more = " or fewer" if o.causal is True else ""

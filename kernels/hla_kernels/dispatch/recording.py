@@ -232,7 +232,9 @@ class Recorder(TorchDispatchMode):
             for x in self.launches
         ]
         made = [(x.shape, x.stride(), x.dtype, i in self.zeros) for i, x in zip(numbers, outputs, strict=True)]
-        return Recording(made, outputs[0].device, scratch, offsets, moved)
+        first = self.inputs[0]
+        assert first is not None
+        return Recording(made, first.device, scratch, offsets, moved)
 
 
 def _moved(places: list[Place], to: dict[int, int]) -> list[Place]:

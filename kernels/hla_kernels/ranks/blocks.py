@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,18 +12,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blockmix.call import BlockCall, check_layout, check_rotary, prepare
+from ..blockmix.call import BlockCall, check_layout, check_rotary, check_tokens, prepare
 from ..blockmix.causal import mix
+from ..blockmix.fused.spec import Sizes, moments_dtype
 from ..blockmix.layout import Layout, block_table, slots_of
+from ..blockmix.operator import SCHEMA as ONE_RANK
+from ..blockmix.operator import flat, options_of
 from ..blockmix.options import BlockOptions
 from ..blockmix.torch_form import block_moments, numerator, prepare_heads, product
 from ..checks import cast_tensors
+from ..dispatch.operator import parts, token_operators
 from ..features import feature
 from ..hla.layout import to_tokens
 from ..op import choose
 from ..options import plain_precision
-from .collectives import add_together, one_token, stage, token_counts
+from .collectives import add_together, group_named, name_of, one_token, stage, token_counts
 
+# of arguments behind the tokens: those of one rank without mask, and the name of the process group
+SCHEMA = ONE_RANK.replace("Tensor? mask, ", "").split(", str impl")[0] + ", str group"
 SEEN: set[tuple] = set()  # (layout, tokens of this rank, ranks) whose tokens were counted
 
 
@@ -33,29 +40,30 @@ def mix_blocks(
     """Return o [B, N, H, Dv] of this rank's tokens (`hla_kernels.mhla`). Raises ValueError for a causal call."""
     cast_tensors(*one_token(q, k, v))
     check_rotary(rotary, q)
-    layout, counts = check_layout(grid, blocks, prefix), token_counts(q.shape[1], group, q.device)
-    form = (layout, q.shape[1], len(counts))
-    n = layout.n_tokens if form in SEEN else int(counts.sum())  # a GPU is waited for once
-    call, chosen = _prepare(q, k, v, mixing, n, rotary, impl, options | layout._asdict())
-    SEEN.add(form)
+    layout = check_layout(grid, blocks, prefix)
+    call, chosen = _prepare(q, k, v, mixing, rotary, impl, options | layout._asdict())
     if call.options.causal:
         raise ValueError("tokens spread over ranks have no causal mhla, which orders the tokens inside a block.")
     opt = call.options
     if opt.scale is None:
-        opt = opt._replace(scale=layout.n_blocks / n)  # of all tokens, not of this rank's
+        opt = opt._replace(scale=layout.n_blocks / layout.n_tokens)  # of all tokens, not of this rank's
     with plain_precision(call.q):
         if chosen == "triton" and len(q) > 0:
-            return _in_triton(call, rotary, opt, counts, group)
-        share = Share(layout, sum(counts.tolist()[: dist.get_rank(group)]), q.shape[1], q.device)
+            q, k = (feature(x, opt.feature_map) for x in call[:2])
+            return shared_mhla(q, k, call.v, call.mixing, *(rotary or (None, None)), *flat(opt), name_of(group))[0]
+        counts = token_counts(call.q.shape[1], group, q.device).tolist()
+        check_tokens(sum(counts), opt)
+        share = Share(layout, sum(counts[: dist.get_rank(group)]), call.q.shape[1], q.device)
         p = prepare_heads(call.q, call.k, call.v, mixing, opt, None, rotary)
         y, total = numerator(p, None, opt, functools.partial(share.weigh, group))
     return to_tokens(y if total is None else y / total, call.q.dtype)
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, n: int, rotary: Any, impl: str, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, rotary: Any, impl: str, options: dict[str, Any]
 ) -> tuple[BlockCall, str]:
     """Check a call as one with the tokens of all ranks; return it and its implementation, the same on all ranks."""
+    n = math.prod(options["grid"]) + options["prefix"]
     one, two, three = (x.new_zeros(1, 1, 1, x.shape[3]).expand(x.shape[0], n, *x.shape[2:]) for x in (q, k, v))
     turned = None if rotary is None else tuple(x.new_zeros(1, *x.shape[1:]).expand(n, *x.shape[1:]) for x in rotary)
     call = prepare(one, two, three, mixing, rotary=turned, **options)
@@ -64,48 +72,77 @@ def _prepare(
     return call._replace(q=q, k=k, v=v), chosen
 
 
-@torch._disable_dynamo
-def _in_triton(call: BlockCall, rotary: Any, options: BlockOptions, counts: Tensor, group: Any) -> Tensor:
-    features = (feature(x, options.feature_map) for x in call[:2])
-    tokens = (x if x.stride(3) == 1 else x.contiguous() for x in (*features, call.v))
-    return _Mix.apply(*tokens, call.mixing, *(rotary or (None, None)), options, counts, group)
+def _room(
+    tokens: Sequence[Tensor], mixing: Tensor, cos: Tensor | None, sin: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Allocate o and the buffer for the backward: `Saved`, then the share [M, 3]."""
+    q, _, v = tokens
+    o = options_of(*arguments[:-1])
+    dtype = moments_dtype(q.dtype, o, cos is not None)
+    length = q.shape[0] * q.shape[2] * Sizes.of(o, q.shape[1], q.shape[3], v.shape[3], dtype).saved
+    length += 3 * o.layout.n_blocks
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(length, dtype=torch.float32)
 
 
-class _Mix(torch.autograd.Function):
-    """Stages of `blockmix.fused.shared`, with a sum over the ranks after the first and the third."""
+def _shared(
+    tokens: Sequence[Tensor], mixing: Tensor, cos: Tensor | None, sin: Tensor | None, options: BlockOptions,
+    saved: Tensor,
+) -> tuple[Any, Tensor]:  # fmt: skip
+    """Return the call between the sums, with views of `saved` as share and anchor, and the rest of its buffer."""
+    from ..blockmix.fused.shared import Shared
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, cos: Tensor | None, sin: Tensor | None,
-        options: BlockOptions, counts: Tensor, group: Any,
-    ) -> Tensor:  # fmt: skip
-        from ..blockmix.fused.shared import Shared
+    q, k, v = parts(tokens)
+    n = 3 * options.layout.n_blocks
+    buffer, share = saved[:-n], saved[-n:].view(torch.int32).view(-1, 3)
+    call = Shared(q, k, v, mixing, options, cos, sin, share, None)
+    if options.normalize:
+        heads, size, _ = call.size()
+        call = call._replace(anchor=buffer[2 * heads * size.moments :][: heads * v.shape[3]].view(heads, -1))
+    return call, buffer
 
-        with torch.cuda.device_of(q):
-            share = _positions(options.layout, counts[: dist.get_rank(group)].sum(), q.shape[1])
-            anchor = _mean(v, options, q.shape[2], group) if options.normalize else None
-            call = Shared(q, k, v, mixing, options, cos, sin, share, anchor)
-            (local,) = stage("moments", call, call.local)
-            _add(call.moments(local), group)
-            o, mixed, inverses = stage("mixed", call, call.outputs, local)
-        ctx.save_for_backward(q, k, v, mixing, cos, sin, share, anchor, local, mixed, inverses)
-        ctx.options = options, group
-        return o
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from ..blockmix.fused.shared import Shared
+def _forward(
+    tokens: Sequence[Tensor], mixing: Tensor, cos: Tensor | None, sin: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    options, group = options_of(*arguments[:-1]), group_named(arguments[-1])
+    o, saved = _room(tokens, mixing, cos, sin, *arguments)
+    call, buffer = _shared(tokens, mixing, cos, sin, options, saved)
+    with torch.cuda.device_of(o):
+        counts = token_counts(o.shape[1], group, o.device)
+        form = (options.layout, o.shape[1], len(counts))
+        if form not in SEEN:  # a GPU is waited for once
+            check_tokens(int(counts.sum()), options)
+            SEEN.add(form)
+        call.share.copy_(_positions(options.layout, counts[: dist.get_rank(group)].sum(), o.shape[1]))
+        if call.anchor is not None:
+            call.anchor.copy_(_mean(call.v, options, o.shape[2], group))
+        stage("moments", call, call.local, buffer)
+        _add(call.moments(buffer), group)
+        stage("mixed", call, call.outputs, buffer, o)
+    return o, saved
 
-        *tensors, local, mixed, inverses = ctx.saved_tensors
-        options, group = ctx.options
-        call = Shared._make((*tensors[:4], options, *tensors[4:]))
-        g = grad if grad.stride(3) == 1 else grad.contiguous()
-        with torch.cuda.device_of(g):
-            dy, dq, totals = stage("operators", call, call.operator_grads, g, local, mixed, inverses)
-            _add(call.moments(dy, operators=True), group)
-            dk, dv, dm = stage("tokens", call, call.token_grads, g, local, mixed, inverses, dy, dq, totals)
-        # every rank has the gradient of all tokens; its share makes the sum over the ranks right
-        return dq, dk, dv, dm / dist.get_world_size(group), None, None, None, None, None
+
+def _backward(
+    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], mixing: Tensor, cos: Tensor | None, sin: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the gradients of the tokens and of the mixing matrix."""
+    group = group_named(arguments[-1])
+    call, buffer = _shared(tokens, mixing, cos, sin, options_of(*arguments[:-1]), saved)
+    g = grad if grad.stride(3) == 1 else grad.contiguous()
+    with torch.cuda.device_of(g):
+        dy, dq, totals = stage("operators", call, call.operator_grads, g, buffer)
+        _add(call.moments(dy, operators=True), group)
+        dk, dv, dm = stage("tokens", call, call.token_grads, g, buffer, dy, dq, totals)
+    # every rank has the gradient of all tokens; its share makes the sum over the ranks right
+    return dq, dk, dv, dm / dist.get_world_size(group)
+
+
+def _mixing_grad(tokens: Sequence[Tensor], mixing: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(mixing, memory_format=torch.contiguous_format)
+
+
+shared_mhla, _ = token_operators("shared_mhla", 3, SCHEMA, _forward, _room, _backward, _mixing_grad)
 
 
 def _add(moments: Iterable[Tensor | None], group: Any) -> None:

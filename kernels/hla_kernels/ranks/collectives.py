@@ -87,8 +87,8 @@ def exchange(pieces: list[Tensor], received: list[int], group: Any) -> list[Tens
 
 def token_counts(n: int, group: Any, device: torch.device) -> Tensor:
     """Return the number of tokens of each rank, int64 [ranks], without waiting for it."""
-    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    counts[dist.get_rank(group)] = n
+    counts, rank = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device), dist.get_rank(group)
+    counts[rank : rank + 1].fill_(n)  # an assignment would copy from the host, and wait for the device
     dist.all_reduce(counts, group=group)
     return counts
 
@@ -97,6 +97,18 @@ def one_token(*tokens: Tensor) -> tuple[Tensor, ...]:
     """Return tokens [B, N, ...] for the checks of a call: one zero token instead of none."""
     empty = all(isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == 0 for x in tokens)
     return tuple(x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in tokens) if empty else tokens
+
+
+def name_of(group: Any) -> str:
+    """Return the name of a process group (None: of all ranks), which a custom operator can have as an argument."""
+    whole: Any = dist.group
+    return (whole.WORLD if group is None else group).group_name
+
+
+def group_named(name: str) -> Any:
+    """Return the process group with a name."""
+    known: Any = dist.distributed_c10d
+    return known._resolve_process_group(name)
 
 
 def stage(name: str, call: tuple, work: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:

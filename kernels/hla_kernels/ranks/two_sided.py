@@ -1,18 +1,30 @@
-"""Two-sided calls in Triton: the split path of one device, with sums over the ranks between launches."""
+"""Two-sided calls in Triton: the split path of one device, with sums over the ranks between launches.
+
+The custom operator `hla_kernels::shared_two_sided` returns o and a float32 buffer for the backward: operators and
+states of this rank's heads, then the table of numbers of tokens. Both directions add moments over the process group
+with the name `group`, so that compiled code has no graph breaks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..dispatch.operator import are_fixed
+from ..dispatch.operator import are_fixed, parts, token_operators
 from ..features import feature
 from ..hla.fused import Spec
+from ..hla.fused.spec import Widths, layout, operator_dtype
 from ..op import Call, TwoSided, choose
-from .collectives import stage
+from .collectives import group_named, name_of, stage
+
+SCHEMA = (  # of arguments behind the tokens
+    "Tensor? coefficients, str op, str? feature_map, bool normalize, str? center, bool mean_path, float ridge, "
+    "float? scale, float eps, float q_scale, bool fixed, str group"
+)
 
 
 def in_triton(call: Call) -> bool:
@@ -21,51 +33,67 @@ def in_triton(call: Call) -> bool:
     return len(q) > 0 and choose(call._replace(q=q, k=k, v=v), "auto") == "triton"
 
 
-def _spec(call: Call) -> Spec:
-    return Spec._make((call.op, *TwoSided.of(call, 3, "triton").options[:-1], are_fixed(call.coefficients)))
-
-
-@torch._disable_dynamo
 def evaluate(call: Call, group: Any) -> Tensor:
     """Return o [B, N, H, Dv] of this rank's tokens."""
     q, k = (feature(x, call.options.feature_map) for x in call[1:3])
     c = None if call.coefficients is None else call.coefficients.contiguous()
-    tokens = [x if x.stride(3) == 1 else x.contiguous() for x in (q, k, call.v)]
-    return _Evaluate.apply(*tokens, c, _spec(call), group)
+    spec = Spec._make((call.op, *TwoSided.of(call, 3, "triton").options[:-1], are_fixed(call.coefficients)))
+    return shared_two_sided(q, k, call.v, c, *spec, name_of(group))[0]
 
 
-class _Evaluate(torch.autograd.Function):
-    """Stages of `hla.fused.shared`, each recorded and replayed, with an all-reduce after the first and the third."""
+def _outputs(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    q, _, v = tokens
+    spec, w = Spec._make(arguments[:-1]), Widths.of(q.shape[3], v.shape[3])
+    floats = layout(spec, w).floats(operator_dtype(q.dtype).itemsize) + 2
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[0] * q.shape[2] * floats, dtype=torch.float32)
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, spec: Spec, group: Any
-    ) -> Tensor:
-        from ..hla.fused import shared
 
-        with torch.cuda.device_of(q):
-            (sums,) = stage("sums", (q, k, v, spec), lambda: (shared.own_sums(q, k, v, spec),))
-            sums[-1:].fill_(q.shape[1])
-            dist.all_reduce(sums, group=group)
-            counts = shared.table(sums[-1:], spec, q.shape[0] * q.shape[2])
-            call = shared.Shared(spec, q, k, v, coefficients, counts, dist.get_world_size(group))
-            o, buffer = stage("outputs", call, call.outputs, sums)
-        ctx.save_for_backward(q, k, v, coefficients, counts, buffer)
-        ctx.options = spec, call.devices, group
-        return o
+def _split(saved: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return operators and states, and the table of numbers of tokens [B * H, 2]."""
+    heads = q.shape[0] * q.shape[2]
+    return saved[: -2 * heads], saved[-2 * heads :].view(heads, 2)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from ..hla.fused import shared
 
-        *tensors, buffer = ctx.saved_tensors
-        spec, devices, group = ctx.options
-        call = shared.Shared._make((spec, *tensors, devices))
-        g = grad if grad.stride(3) == 1 else grad.contiguous()
-        with torch.cuda.device_of(g):
-            grads, dq, ratio = stage("readout", call, call.readout_grads, g, buffer)
-            dist.all_reduce(grads, group=group)
-            dk, dv, dc = stage("tokens", call, call.token_grads, g, buffer, grads, dq, ratio)
-        # every rank has the gradient of all tokens; its share makes the sum over the ranks right
-        return dq, dk, dv, dc / devices if ctx.needs_input_grad[3] else None, None, None
+def _forward(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    from ..hla.fused import shared
 
+    spec, group = Spec._make(arguments[:-1]), group_named(arguments[-1])
+    q, k, v = parts(tokens)
+    o, saved = _outputs(tokens, coefficients, *arguments)
+    buffer, counts = _split(saved, q)
+    with torch.cuda.device_of(q):
+        (sums,) = stage("sums", (q, k, v, spec), lambda: (shared.own_sums(q, k, v, spec),))
+        sums[-1:].fill_(q.shape[1])
+        dist.all_reduce(sums, group=group)
+        counts.copy_(shared.table(sums[-1:], spec))
+        call = shared.Shared(spec, q, k, v, coefficients, counts, dist.get_world_size(group))
+        stage("outputs", call, call.outputs, sums, o, buffer)
+    return o, saved
+
+
+def _backward(
+    grad: Tensor, saved: Tensor, tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """Return the gradients of the tokens and of the coefficients."""
+    from ..hla.fused import shared
+
+    spec, group = Spec._make(arguments[:-1]), group_named(arguments[-1])
+    q, k, v = parts(tokens)
+    buffer, counts = _split(saved, q)
+    call = shared.Shared(spec, q, k, v, coefficients, counts, dist.get_world_size(group))
+    g = grad if grad.stride(3) == 1 else grad.contiguous()
+    with torch.cuda.device_of(g):
+        grads, dq, ratio = stage("readout", call, call.readout_grads, g, buffer)
+        dist.all_reduce(grads, group=group)
+        dk, dv, dc = stage("tokens", call, call.token_grads, g, buffer, grads, dq, ratio)
+    # every rank has the gradient of all tokens; its share makes the sum over the ranks right
+    return dq, dk, dv, dc / call.devices
+
+
+def _coefficients_grad(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> Tensor:
+    if coefficients is None or Spec._make(arguments[:-1]).fixed:
+        return tokens[0].new_empty((0,), dtype=torch.float32)
+    return coefficients.new_empty(coefficients.shape)
+
+
+shared_two_sided, _ = token_operators("shared_two_sided", 3, SCHEMA, _forward, _outputs, _backward, _coefficients_grad)

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], torch.dtype, tuple[int, int], tuple[
     "ratio of mhla of order hla2": ("mhla", {**BLOCKS, "order": "hla2"}, FULL, (2, 2), (16, 16)),
 }  # fmt: skip
 
+COMPILED = ("la", "ratio of la", "hla2 with means", "mhla", "ratio of mhla")
 ON_GPUS = [name for name, (op, _, dtype, *_) in CASES.items() if op != "polynomial" or dtype == HALF]
 
 
@@ -85,7 +86,28 @@ def work() -> Found:
     two_sided.choose = blocks.choose = lambda call, impl: "triton"
     Spec.in_range = lambda self, n: self
     plan.reduce_parts = lambda heads, n, bn: (-(-n // bn), bn)
-    return every_case(operate, list(CASES), SHARES)
+    return every_case(operate, list(CASES), SHARES) | compiled("aot_eager")
+
+
+def compiled(backend: str, device: str = "cpu") -> Found:
+    """o and the gradients of tokens, of one graph without breaks: minus those of eager code."""
+    found = {}
+    for case in COMPILED:
+        op, options, *_ = CASES[case]
+        more = {"mixing": noise(5, 5, seed=6).softmax(-1).float().to(device)} if op == "mhla" else {}
+        qkv = [noise(1, N, 2, 16, seed=i).float().to(device).requires_grad_() for i in range(3)]
+        shares = [x.split(SHARES["both"] if dist.get_world_size() == 2 else (N,), 1)[dist.get_rank()] for x in qkv]
+
+        def work(*tokens, op=op, more=more | options):
+            return 2 * hk.sharded(op, *(x + 1 for x in tokens), group=dist.group.WORLD, **more)
+
+        torch._dynamo.reset()
+        pairs = []
+        for run in (work, torch.compile(work, backend=backend, fullgraph=True)):
+            o = run(*shares)
+            pairs.append([o.detach(), *torch.autograd.grad(o.square().sum(), qkv)])
+        found[f"compiled {case}"] = {str(i): (a - b) / a.norm() for i, (a, b) in enumerate(zip(*pairs, strict=True))}
+    return found
 
 
 def on_gpus() -> Found:
@@ -96,7 +118,7 @@ def on_gpus() -> Found:
         for case in ON_GPUS:
             for _ in range(3):
                 found[f"{case}, {share}"] = operate(case, share, "cuda")
-    return found
+    return found | compiled("inductor", "cuda")
 
 
 def check(case: str, share: object, ranks: list[Found], device: str = "cpu") -> None:
@@ -126,6 +148,19 @@ def test_the_kernels_see_the_tokens_of_all_ranks(ranks, case):
         check(case, share, ranks)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_compiled_call_is_one_graph(ranks, case):
+    check_compiled(case, ranks)
+
+
+def check_compiled(case: str, ranks: list[Found]) -> None:
+    """Compare compiled with eager code; graph breaks raise."""
+    for rank in ranks:
+        for apart in rank[f"compiled {case}"].values():
+            assert apart.norm() < 1e-6
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here")
 def test_on_gpus(tmp_path):
@@ -134,3 +169,5 @@ def test_on_gpus(tmp_path):
     for share in SHARES.values() if n == 2 else [(N,)]:
         for case in ON_GPUS:
             check(case, share, found, "cuda")
+    for case in COMPILED:
+        check_compiled(case, found)

@@ -1,8 +1,8 @@
 """Scaling table: context parallelism of a video transformer and data-parallel training.
 
 Context parallelism: Wan2.1-1.3B with random bfloat16 weights and 81 frames; one denoising step without guidance, and
-one training step with gradient checkpointing, the sum of the gradients over the GPUs and AdamW, not compiled. Softmax
-uses ring attention and Ulysses of diffusers with cuDNN. Data parallelism: see `data_parallel`.
+one training step with gradient checkpointing, the sum of the gradients over the GPUs and fused AdamW. Softmax uses ring
+attention and Ulysses of diffusers with cuDNN. Data parallelism: see `data_parallel`.
 
 Bytes are counted from the calls of collectives: in a ring a GPU sends 2 (n - 1) / n of a tensor that is all-reduced,
 (n - 1) / n of one that is gathered, scattered or exchanged. Products of float32 use TF32, in which the sums of 16-bit
@@ -31,6 +31,7 @@ from benchmarks import rows
 from benchmarks.operators import need_gpu, package_versions
 from benchmarks.profile import Traffic
 from benchmarks.scaling.data_parallel import BACKENDS, DATA_MODELS, data_step
+from zoo.diffusion.loading import compile_blocks
 from zoo.errors import unknown_name
 from zoo.models.convert import swap
 from zoo.ranges import check_ranges
@@ -57,7 +58,7 @@ class ScalingSettings:
     mixer: mixer of these models
     backends: ddp, fsdp2
     samples: samples per GPU and step of these models; 0 for 512 (vit_small) and 64 (dit_xl2)
-    compiled: whether blocks of these models are compiled, as by run.compile in training
+    compiled: whether the blocks are compiled, as by run.compile in training
     steps: number of timed steps, after six others
     tiny: use models of a few thousand weights, on CPU processes if there are no GPUs, to check an installation
     json: result file to add to
@@ -135,8 +136,9 @@ def _process(rank: int, world: int, port: int, settings: ScalingSettings, comman
 def _measure(settings: ScalingSettings, n: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of n GPUs; a failure is a row with its reason."""
     methods = settings.methods if n > 1 else dict.fromkeys(alone(method) for method in settings.methods)
-    for method in methods:
-        yield from _context_rows(settings, n, {"model": "wan_1.3b", "method": method, "gpus": n})
+    for compiled, method in itertools.product(settings.compiled, methods):
+        head = {"model": "wan_1.3b", "method": method, "gpus": n, "compiled": compiled}
+        yield from _context_rows(settings, n, head)
         _free()
     for model in settings.models:
         for compiled, backend in itertools.product(settings.compiled, settings.backends if n > 1 else ["one GPU"]):
@@ -172,6 +174,8 @@ def _context_rows(settings: ScalingSettings, n: int, head: dict[str, Any]) -> It
     model = _wan(settings, head["method"])
     if n > 1:
         model.enable_parallelism(config=_config(head["method"], n))
+    if head["compiled"]:
+        compile_blocks(model)
     for mode in settings.modes:
         for size in settings.sizes if mode == "infer" else settings.sizes[:1]:
             latent = (TINY if settings.tiny else SIZES)[size]
@@ -230,7 +234,7 @@ def _train_wan(model: nn.Module, latent: tuple[int, int, int], n: int) -> Step:
     inputs = _wan_inputs(model, latent)
     target = torch.zeros_like(inputs["hidden_states"])
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> Tensor:
         loss = F.mse_loss(model(**inputs, return_dict=False)[0].float(), target.float())

@@ -16,12 +16,12 @@ from torch import Tensor
 from ..options import BlockOptions
 from . import launch
 from .launch import Call, Saved
-from .spec import Moments
+from .spec import Moments, Sizes, moments_dtype
 
 
 class Shared(NamedTuple):
     """A call between the sums; options with a scale. share: [M, 3] of `geometry`. anchor: for a ratio the mean of v
-    over all tokens [B * H, Dv]."""
+    over all tokens [B * H, Dv]. Stages share a buffer, see `launch.Saved`."""
 
     q: Tensor
     k: Tensor
@@ -38,31 +38,32 @@ class Shared(NamedTuple):
         rotary = None if self.cos is None or self.sin is None else (self.cos, self.sin)
         return Call(*self[:5], None, rotary, self.share)
 
+    def size(self) -> tuple[int, Sizes, torch.dtype]:
+        """Return heads of the batch, the floats per head in the buffer, and the dtype of moments."""
+        (b, n, h, d), dtype = self.q.shape, moments_dtype(self.q.dtype, self.options, self.cos is not None)
+        return b * h, Sizes.of(self.options, n, d, self.v.shape[3], dtype), dtype
+
     def moments(self, buffer: Tensor, operators: bool = False) -> Moments:
         """View a buffer as moments, or as operators or their gradients."""
-        return (self.call().operators if operators else self.call().moments)(buffer)
+        heads, size, dtype = self.size()
+        return Moments.of(buffer, heads, size._replace(left=0) if operators else size, dtype)
 
-    def local(self) -> tuple[Tensor]:
-        """Return the moments of this device."""
+    def local(self, saved: Tensor) -> tuple[()]:
+        """Compute the moments of this device."""
         call = self.call()
-        out = call.buffer(call.bh * call.size.moments)
-        launch.local_moments(call, self.anchor, call.moments(out))
-        return (out,)
+        launch.local_moments(call, self.anchor, call.moments(saved))
+        return ()
 
-    def outputs(self, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return o, the mixed moments and 1 / den."""
+    def outputs(self, saved: Tensor, o: Tensor) -> tuple[()]:
+        """Compute o, the mixed moments and 1 / den."""
         call = self.call()
-        out = torch.empty((*self.q.shape[:3], self.v.shape[3]), dtype=self.q.dtype, device=self.q.device)
-        mixed, inverses = torch.empty_like(local), call.buffer(call.bh * call.size.inverses)
-        launch.mixed_call(call, out, self._saved(call, local, mixed, inverses))
-        return out, mixed, inverses
+        launch.mixed_call(call, o, self._saved(call, saved))
+        return ()
 
-    def operator_grads(
-        self, g: Tensor, local: Tensor, mixed: Tensor, inverses: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def operator_grads(self, g: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the operators, dq (done in first order), and d loss / d den."""
         call = self.call()
-        saved = self._saved(call, local, mixed, inverses)
+        saved = self._saved(call, buffer)
         dq = torch.empty_like(self.q, memory_format=torch.contiguous_format)
         dy = call.buffer(call.bh * call.size._replace(left=0).moments)
         operator = launch.operator_of(call, saved.mixed)
@@ -70,18 +71,16 @@ class Shared(NamedTuple):
         return dy, dq, call.buffer(0) if totals is None else totals
 
     def token_grads(
-        self, g: Tensor, local: Tensor, mixed: Tensor, inverses: Tensor, dy: Tensor, dq: Tensor, totals: Tensor
+        self, g: Tensor, buffer: Tensor, dy: Tensor, dq: Tensor, totals: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dk, dv and d mixing, and fill dq."""
         call = self.call()
-        saved = self._saved(call, local, mixed, inverses)
+        saved = self._saved(call, buffer)
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
         operator = launch.operator_of(call, saved.mixed)
-        dm = launch.token_grads_call(call, g, (dq, dk, dv), operator, saved, call.operators(dy), self._ratio(totals))
+        ratio = totals if self.options.normalize else None
+        dm = launch.token_grads_call(call, g, (dq, dk, dv), operator, saved, call.operators(dy), ratio)
         return dk, dv, dm
 
-    def _saved(self, call: Call, local: Tensor, mixed: Tensor, inverses: Tensor) -> Saved:
-        return Saved(call.moments(local), call.moments(mixed), self.anchor, self._ratio(inverses))
-
-    def _ratio(self, x: Tensor) -> Tensor | None:
-        return x if self.options.normalize else None
+    def _saved(self, call: Call, buffer: Tensor) -> Saved:
+        return Saved.of(call, buffer)._replace(anchor=self.anchor)

@@ -33,10 +33,10 @@ def own_sums(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
     return out
 
 
-def table(n: Tensor, spec: Spec, heads: int) -> Tensor:
-    """Return the number of all tokens and the scale of a moment, for every head: [heads, 2]."""
+def table(n: Tensor, spec: Spec) -> Tensor:
+    """Return the number of all tokens and the scale of a moment, [2]."""
     s = spec.q_scale / n if spec.scale is None else torch.full_like(n, spec.scale)
-    return torch.cat([n, s * (n > 1) if spec.of_differences else s]).expand(heads, 2).contiguous()
+    return torch.cat([n, s * (n > 1) if spec.of_differences else s])
 
 
 class Shared(NamedTuple):
@@ -57,17 +57,15 @@ class Shared(NamedTuple):
         call.prec = plan.precisions(self.spec, call.w, self.q.dtype, call.most * self.devices, call.planned)
         return call
 
-    def outputs(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return o, and operators and states for the backward."""
+    def outputs(self, sums: Tensor, o: Tensor, buffer: Tensor) -> tuple[()]:
+        """Fill o, and the buffer with operators and states for the backward."""
         call = self.call()
-        o = torch.empty((*self.q.shape[:3], self.v.shape[3]), dtype=self.q.dtype, device=self.q.device)
-        buffer = launch.room_of(call)
         saved = Saved.of(buffer, call)
         launch.combine_call(call, sums, 1, saved.state)
         launch.middle_call(call, saved, False)
         if call.most > 0:
             launch.apply_call(call, o, saved)
-        return o, buffer
+        return ()
 
     def readout_grads(self, g: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return this device's part of the gradient of the operators; dq, done for a ratio of first order and new
