@@ -5,8 +5,10 @@ import json
 import benchmark
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import report, scaling
+from benchmarks.profile import Traffic
 from zoo.models.convert import swap
 
 LAYERS = 2
@@ -58,6 +60,18 @@ def test_bytes_of_linear_attention_are_its_moments(result):
         output = tokens * 64 * 2  # 16 channels of 4 pixels in bfloat16, of which each process sends its half
         sent = row(result, model="wan_1.3b", method="la", gpus=2, tokens=tokens, mode="infer")["sent_mib"] * 2**20
         assert sent == pytest.approx(moments + output / 2, abs=2)
+
+
+def test_bytes_inside_custom_operators_are_counted(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **options: None)
+    library = torch.library.Library("hla_kernels", "FRAGMENT")
+    library.define("sends(Tensor x) -> Tensor")
+    library.impl("sends", lambda x: (dist.all_reduce(x, group=None), x + 1)[1], "CPU")
+    replaced = dist.all_reduce
+    with Traffic(4) as traffic:
+        torch.ops.hla_kernels.sends(torch.zeros(10))
+    assert traffic.bytes == 2 * 3 / 4 * 10 * 4
+    assert dist.all_reduce is replaced
 
 
 def test_bytes_of_ddp_are_the_gradients(result):
