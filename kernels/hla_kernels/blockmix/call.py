@@ -110,6 +110,7 @@ def _check_frames(o: BlockOptions) -> None:
 
 
 def check_tokens(n: int, o: BlockOptions) -> None:
+    """Raise ValueError unless n is the number of tokens of the grid and its prefix, or for causal calls less."""
     want, layout = o.layout.n_tokens, o.layout
     if n != want and not (o.causal is True and n < want):
         more = " or fewer" if o.causal is True else ""
