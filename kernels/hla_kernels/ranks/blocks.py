@@ -28,7 +28,7 @@ from ..op import choose
 from ..options import plain_precision
 from .collectives import add_together, group_named, name_of, one_token, stage, token_counts
 
-# of arguments behind the tokens: those of one rank without mask, and the name of the process group
+# of arguments behind the tokens: as for one rank, without a mask, and the name of the process group
 SCHEMA = ONE_RANK.replace("Tensor? mask, ", "").split(", str impl")[0] + ", str group"
 SEEN: set[tuple] = set()  # (layout, tokens of this rank, ranks) whose tokens were counted
 
