@@ -20,7 +20,6 @@ from ..options import Options, compute_dtype, is_paper, needs_ones
 from .chunked import Chunks, running_sum, stage
 from .layout import to_heads, to_tokens
 from .streaming.state import State
-from .streaming.summaries import summaries
 
 
 class Pass:
@@ -34,6 +33,7 @@ class Pass:
         self.chunks = Chunks(q.shape[-2], log_gamma, q, options.frame)
         self.out: dict[str, Tensor] = {}
         self.means: dict[str, Tensor] = {}
+        self.inner: tuple[Tensor, ...] = ()  # u and r of hla3, which its summaries need
         self.weight = q  # placeholder of n_t, set below if the options need it
         if needs_ones(options):
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
@@ -77,37 +77,62 @@ class Pass:
         return y - scores * self.mean(v_name, v)
 
 
-def _linear(p: Pass, ridge: float) -> tuple[Tensor, dict]:
-    return p.centred("P", "v", p.v), {}
+def _linear(p: Pass, ridge: float) -> Tensor:
+    return p.centred("P", "v", p.v)
 
 
-def _hla2(p: Pass, ridge: float) -> tuple[Tensor, dict]:
+def _hla2(p: Pass, ridge: float) -> Tensor:
     u = p.centred("S", "k", p.k)
     u = u + ridge * p.q if ridge else u
-    return p.stage("F", p.sq, u, p.v), {"u": u}
+    return p.stage("F", p.sq, u, p.v)
 
 
-def _ahla(p: Pass, ridge: float) -> tuple[Tensor, dict]:
+def _ahla(p: Pass, ridge: float) -> Tensor:
     r = p.centred("P", "v", p.v)
     y = p.centred("E", "r", r)
-    return y + ridge * r if ridge else y, {"r": r}
+    return y + ridge * r if ridge else y
 
 
-def _hla3(p: Pass, ridge: float) -> tuple[Tensor, dict]:
+def _hla3(p: Pass, ridge: float) -> Tensor:
     u, r = p.centred("S", "k", p.k), p.centred("P", "v", p.v)
-    u = u + ridge * p.q if ridge else u
-    return p.stage("F", p.sq, u, r), {"u": u, "r": r}
+    p.inner = u + ridge * p.q if ridge else u, r
+    return p.stage("F", p.sq, *p.inner)
 
 
-def _paper(p: Pass, ridge: float) -> tuple[Tensor, dict]:
+def _paper(p: Pass, ridge: float) -> Tensor:
     s = 1.0 if p.options.scale is None else p.options.scale
     u = p.stage("S", p.sq, p.k, p.k)
     seen = p.stage("C", u * s + ridge * s * p.q if ridge else u * s, p.q, p.v)
     w = stage(p.k, p.q, p.v, p.chunks, p.carry.get("C"), strict=True)[0]
-    return seen - s * p.stage("G", p.sq, p.k, w), {}
+    return seen - s * p.stage("G", p.sq, p.k, w)
 
 
 FORMS = {"linear_attention": _linear, "hla2": _hla2, "ahla": _ahla, "hla3": _hla3}
+
+
+def _summaries(op: str, p: Pass, state: State | None) -> dict[str, Tensor]:
+    """Return the summaries of a segment after its pass, which `merge` needs to append it to an earlier one.
+
+    hla2 C0 = Sum q v'     ahla R = Sum k q'     hla2 by the paper's rule S0 = Sum k k'     hla3 X0 = Sum q r',
+    Y0 = Sum u q', W = Sum gamma^t q_t q_t' (t counts 1..n inside the segment). W alone is decayed. They are sums over
+    tokens, so a call that continues a mergeable state adds to its summaries.
+    """
+    q, k, v, *inner = (p.chunks.join(x) for x in (p.q, p.k, p.v, *p.inner))
+    new = {}
+    if is_paper(op, p.options):
+        new = {"S0": k.mT @ k}
+    elif op == "hla2":
+        new = {"C0": q.mT @ v}
+    elif op == "ahla":
+        new = {"R": k.mT @ q}
+    elif op == "hla3":
+        u, r = inner
+        decayed = q
+        if p.chunks.log_gamma is not None:  # the segment may begin in an earlier call
+            t = torch.arange(1, q.shape[-2] + 1, device=q.device) + (0 if state is None else state.n)
+            decayed = q * (p.chunks.log_gamma * t[:, None]).exp()
+        new = {"X0": q.mT @ r, "Y0": u.mT @ q, "W": decayed.mT @ q}
+    return new if state is None else {name: x + state.tensors[name].to(x.dtype) for name, x in new.items()}
 
 
 def causal(
@@ -123,8 +148,8 @@ def causal(
     log_gamma = None if gamma is None else gamma.to(dtype).log()
     p = Pass(qh, kh, vh, options, log_gamma, carry, bool(return_state))
     form = _paper if is_paper(op, options) else FORMS[op]
-    y, inner = form(p, options.ridge)
-    y = p.chunks.join(y)  # remove padding first: with eps = 0 it would give 0 / 0, and NaN in the backward
+    # remove padding first: with eps = 0 it would give 0 / 0, and NaN in the backward
+    y = p.chunks.join(form(p, options.ridge))
     if options.normalize:
         y = y[..., :-1] / (y[..., -1:] + options.eps)
     if options.mean_path:
@@ -134,7 +159,7 @@ def causal(
     if not return_state:
         return out, None
     if return_state == "mergeable":
-        p.out.update(summaries(op, p, inner, state))
+        p.out.update(_summaries(op, p, state))
     if gamma is not None:
         p.out["gamma"] = gamma.to(dtype)
     count = torch.full((), q.shape[1], dtype=torch.int64, device=q.device)

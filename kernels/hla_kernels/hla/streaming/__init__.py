@@ -7,5 +7,5 @@ A causal state after one more token:
     hla3   F = g F + u r', o = s F'q      paper C = g C + q v', G = g G + k (k'C before the token), o = s^2 (S C - G)'q
 
 Reading order: contents (tensors of every state and their shapes), stream (two-sided calls with a state, read-outs),
-summaries and merge (concatenation of segments). Causal calls with a state run the chunk-parallel form, `hla.causal`.
+merge (concatenation of segments). Causal calls with a state run the chunk-parallel form, `hla.causal`.
 """
