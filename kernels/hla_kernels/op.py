@@ -36,7 +36,7 @@ from .dispatch.forms import form_of, recall, remember
 from .dispatch.operator import are_fixed, needs_backward, refuse_forward_mode, to_onnx
 from .dispatch.trial import trial_of
 from .dispatch.verify import HAS_TRITON, Fault, fault, is_shipped, warn
-from .features import feature, feature_width
+from .features import feature
 from .hla import fused, stages
 from .hla.causal import causal
 from .hla.causal_op import causal_op
@@ -227,10 +227,7 @@ def prepare(
     if state is not None:
         if op == "softmax_attention":
             raise ValueError("softmax_attention has no state: state must be None.")
-        heads = (1, 1) if gamma is None else (gamma.shape[1], gamma.shape[2])
-        width = feature_width(k.shape[3], kept.feature_map)
-        sizes = Sizes(k.shape[0], k.shape[2], q.shape[2] // k.shape[2], width, v.shape[3], heads)
-        state = check_state(state, op, kept, gamma, sizes, q.device)
+        state = check_state(state, op, kept, gamma, Sizes.of(q, k, v, gamma, kept.feature_map), q.device)
     if return_state == "mergeable":
         check_mergeable(op, kept, state)
     sequences = Sequences(key_padding_mask, cu_seqlens, max_seqlen or 0)

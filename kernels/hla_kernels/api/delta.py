@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import check_unknown
 from ..delta_rule import fused
-from ..delta_rule.call import DeltaCall, prepare
+from ..delta_rule.call import prepare
 from ..delta_rule.operator import delta_op, evaluate
 from ..delta_rule.state import DeltaState
 from ..dispatch.operator import needs_backward, refuse_forward_mode
@@ -49,7 +49,11 @@ def delta(
     x = prepare(q, k, v, log_f=log_f, a=a, b=b, frame=frame, state=state, return_state=return_state)
     refuse_forward_mode("delta", *x.tensors)
     with plain_precision(x.q):
-        o, last = _run(x, choose(x, impl))
+        form = choose(x, impl)
+        if form == "triton":
+            o, last, *_ = fused.delta_walk(*x.tensors, needs_backward(*x.tensors))
+        else:
+            o, last = delta_op(*x) if form == "torch" else evaluate(*x, by_token=True)
         if not return_state:
             return o
         if return_state != "mergeable":
@@ -57,10 +61,3 @@ def delta(
         eye = torch.eye(x.q.shape[3], dtype=last.dtype, device=last.device).expand(*last.shape[:3], -1)
         nothing = x.v.new_zeros(()).expand(*x.v.shape[:4], x.q.shape[3])
         return o, DeltaState(last, delta_op(*x._replace(v=nothing, state=eye))[1])
-
-
-def _run(x: DeltaCall, form: str) -> tuple[Tensor, Tensor]:
-    """Return (o, last state) of a form."""
-    if form == "triton":
-        return fused.delta_walk(*x.tensors, needs_backward(*x.tensors))[:2]
-    return delta_op(*x) if form == "torch" else evaluate(*x, by_token=True)

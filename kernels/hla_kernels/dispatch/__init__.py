@@ -6,16 +6,3 @@
     operator    custom operators with little overhead, and which gradients a call needs
     recording   allocations and launches of a call, recorded once and replayed
 """
-
-from collections.abc import Callable
-from typing import TypeVar
-
-F = TypeVar("F", bound=Callable)
-
-
-def traced_as_constant(fn: F) -> F:
-    """Mark a function whose result torch.compile treats as a constant.
-
-    Same as `torch.compiler.assume_constant_result`, without importing the compiler, which takes seconds."""
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn

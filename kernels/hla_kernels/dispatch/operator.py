@@ -193,6 +193,11 @@ def parts(tokens: Sequence[Tensor]) -> list[Tensor]:
     return [x if x.stride(3) == 1 else x.contiguous() for x in split]
 
 
+def loadable(x: Tensor) -> Tensor:
+    """Return tokens with strides that allow 16-byte loads of channels."""
+    return x if x.stride(3) == 1 and all(n % 8 == 0 for n in x.stride()[:3]) else x.contiguous()
+
+
 def in_triton(impl: str, x: Tensor) -> bool:
     """Whether the kernels run; an empty batch, for which nothing can be launched, uses the torch form."""
     return impl == "triton" and x.shape[0] != 0

@@ -23,12 +23,10 @@ import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-
-from . import traced_as_constant
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 try:  # at import, since torch.compile cannot trace the search for packages; Triton itself is not imported
@@ -44,6 +42,7 @@ WARNED: set[str] = set()
 VERDICTS: dict[tuple, Fault | None] = {}
 CHECKING = threading.local()
 
+F = TypeVar("F", bound=Callable)
 Run = Callable[[str], list[Tensor]]  # impl -> output and gradients, on the same input each time
 
 
@@ -72,6 +71,14 @@ class Machine(NamedTuple):
 def capability(index: int | None) -> tuple[int, int]:
     """Compute capability of a CUDA device (the current one if None); without a GPU, for fake tensors, `TESTED`."""
     return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else TESTED
+
+
+def traced_as_constant(fn: F) -> F:
+    """Mark a function whose result torch.compile treats as a constant.
+
+    Same as `torch.compiler.assume_constant_result`, without importing the compiler, which takes seconds."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..features import feature_width
 from ..hla.streaming.contents import Sizes, contents
 from ..hla.streaming.merge import merge
 from ..hla.streaming.state import State
@@ -53,9 +52,7 @@ class _States:
     def __init__(self, call: Call) -> None:
         q, k, v = call.q, call.k, call.v
         self.call, self.dtype = call, compute_dtype(q.dtype)
-        heads = (1, 1) if call.gamma is None else (call.gamma.shape[1], call.gamma.shape[2])
-        width = feature_width(k.shape[3], call.options.feature_map)
-        sizes = Sizes(k.shape[0], k.shape[2], q.shape[2] // k.shape[2], width, v.shape[3], heads)
+        sizes = Sizes.of(q, k, v, call.gamma, call.options.feature_map)
         self.shapes = contents(call.op, call.options, sizes, summaries=True)
         self.shapes.pop("gamma", None)
 

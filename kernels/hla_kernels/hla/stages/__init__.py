@@ -78,10 +78,8 @@ def _tensors(
     op: str, options: Options, last: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None
 ) -> dict[str, Tensor]:
     """Return the tensors of a state; `last`, the output of `causal_stages`, has all of them per query head."""
-    heads = (1, 1) if gamma is None else (gamma.shape[1], gamma.shape[2])
     group = q.shape[2] // k.shape[2]
-    sizes = Sizes(q.shape[0], k.shape[2], group, feature_width(q.shape[3], options.feature_map), v.shape[3], heads)
-    shapes, place, found = contents(op, options, sizes), 0, {}
+    shapes, place, found = contents(op, options, Sizes.of(q, k, v, gamma, options.feature_map)), 0, {}
     for name in STAGES[op]:
         _, _, groups, rows, columns = shapes[name]
         x = last[:, :, place : place + rows * columns].unflatten(2, (rows, columns)).unflatten(1, (-1, group))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...dispatch.operator import custom_op
+from ...dispatch.operator import custom_op, loadable
 from ...features import feature, feature_grad, feature_width
 from ..streaming.contents import STAGES
 from .plan import REST, in_tf32
@@ -25,15 +25,10 @@ def work_dtype(x: Tensor, op: str, normalize: bool, save: bool) -> torch.dtype:
     return torch.float32 if exact else x.dtype
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return tokens with strides that allow 16-byte loads of channels."""
-    return x if x.stride(3) == 1 and all(n % 8 == 0 for n in x.stride()[:3]) else x.contiguous()
-
-
 def _features(x: Tensor, name: str | None, dtype: torch.dtype) -> Tensor:
     """Return phi(x) in `dtype`, rounded to the precision of products, which would truncate."""
     if name in (None, "identity"):
-        return _rows(x.to(dtype))
+        return loadable(x.to(dtype))
     from . import rows
 
     if name in rows.MAPS:
@@ -84,7 +79,7 @@ def _pass(
         # without a decay, tiles that are operands are also read by threads, and Triton's pipeline could overwrite them
         log2 = q.new_zeros(h, dtype=torch.float32)
     ones = v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None
-    q, k, v = _features(q, name, work), _features(k, name, work), _rows(v.to(work))
+    q, k, v = _features(q, name, work), _features(k, name, work), loadable(v.to(work))
     launches = Pass(h, log2, gamma is not None, 1.0 if scale is None else scale, frame)
     return launches, Tokens(q), Tokens(k), Tokens(v, ones)
 
@@ -173,7 +168,7 @@ def causal_stages_backward(
         extra = None
         if o is not None and divisor is not None and rest is not None:
             grad, extra = rows.of_ratio(grad, o, rest, divisor, dtype, in_tf32(dtype))
-        do = Tokens(_rows(grad.to(dtype)), extra)
+        do = Tokens(loadable(grad.to(dtype)), extra)
         inner = None if u is None else Tokens(u), None if r is None else Tokens(r, r_extra)
         wide = torch.float32 if group > 1 else dtype
         before, after, factor = None, None, torch.ones(1, 1, device=q.device)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
+from ...features import feature_width
 from ...options import Options, is_paper, needs_ones
 from ..moments import FACTORS, MOMENTS, sum_names
 from .state import summaries_of
@@ -24,6 +27,13 @@ class Sizes(NamedTuple):
     d: int
     dv: int
     decay_heads: tuple[int, int] = (1, 1)
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, feature_map: str | None) -> Sizes:
+        """Return the sizes of a call with the decay gamma [1, 1 or Hk, 1 or G, 1, 1]; D counts features."""
+        heads = (1, 1) if gamma is None else (gamma.shape[1], gamma.shape[2])
+        width = feature_width(k.shape[3], feature_map)
+        return cls(k.shape[0], k.shape[2], q.shape[2] // k.shape[2], width, v.shape[3], heads)
 
 
 # causal tensors: groups ("k": 1, or G with a decay per query head; "q": G; "1": 1), rows, columns. E is Dv plus the

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...dispatch import traced_as_constant
+from ...dispatch.verify import traced_as_constant
 
 Grid = tuple[int, ...]
 

@@ -8,13 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....dispatch.operator import like, saved_op
+from ....dispatch.operator import like, loadable, saved_op
 from ..layout import Field
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return tokens with strides that allow 16-byte loads of channels."""
-    return x if x.stride(3) == 1 and all(n % 8 == 0 for n in x.stride()[:3]) else x.contiguous()
 
 
 def _call(q, k, mask, grid, prefix, suffix, q_tile, k_tile, exact, select, far, scale):
@@ -35,7 +30,7 @@ def _forward(
     (o,), saved = like(q), call.outputs(q)
     if q.shape[0]:
         with torch.cuda.device_of(q):
-            forward(call, _rows(q), _rows(k), _rows(v), o, saved)
+            forward(call, loadable(q), loadable(k), loadable(v), o, saved)
     return (o, *saved)
 
 
@@ -53,7 +48,8 @@ def _backward(
     if q.shape[0]:
         call = _call(q, k, mask, *options)
         with torch.cuda.device_of(q):
-            backward(call, _rows(grads[0]), _rows(q), _rows(k), _rows(v), saved[0], Saved(*saved[1:]), *found)
+            do, q, k, v = (loadable(x) for x in (grads[0], q, k, v))
+            backward(call, do, q, k, v, saved[0], Saved(*saved[1:]), *found)
     return found
 
 
