@@ -17,7 +17,7 @@ from .dispatch.operator import Operator
 from .hla import stages  # noqa: F401  registers the operators
 from .hla.causal_op import causal_backward, causal_op
 from .hla.two_sided import two_sided, two_sided_backward, two_sided_qkvpacked, two_sided_qkvpacked_backward
-from .softmax.taylor.operator import OPERATORS as TAYLOR
+from .softmax.taylor.operator import taylor2_backward, taylor2_op
 
 # arguments in place of the given ones
 PLAIN = {"normalize": False, "mask": None, "impl": "torch", "save": False}
@@ -68,9 +68,8 @@ for _operator in (two_sided, two_sided_backward, two_sided_qkvpacked, two_sided_
     _register_two_sided(_operator)
 for _operator in (mhla_op, mhla_backward, mhla_packed_op, mhla_packed_backward):
     _register(_operator, BLOCKS)
-for _pair in TAYLOR.values():
-    for _operator in _pair:
-        _register(_operator, {"mask": None})
+for _operator in (taylor2_op, taylor2_backward):
+    _register(_operator, {"mask": None})
 for _operator in (causal_op, causal_backward):
     _register(_operator, {})
 

@@ -62,7 +62,7 @@ from .softmax.multipoles import why_not as why_not_multipole
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
-from .softmax.taylor.operator import OPERATORS as TAYLOR
+from .softmax.taylor.operator import taylor2_op
 from .softmax.taylor.reference import definition as taylor_definition
 
 # arguments of a call in addition to tokens and `Options`
@@ -306,17 +306,14 @@ def run_blocks(tokens: tuple[Tensor, ...], mixing: Tensor, impl: str = "auto", *
 
 
 def run_taylor(tokens: tuple[Tensor, ...], coefficients: Tensor, impl: str = "auto", **options: Any) -> Tensor:
-    """Check, choose and run one call of `taylor2`; tokens (q, k, v), or (qkv,) whose gradient is one packed tensor."""
+    """Check, choose and run one call of `taylor2`; tokens (q, k, v) or (qkv,)."""
     call = taylor_call.prepare(*unpacked(tokens), coefficients, **options)
     chosen = choose(call, impl)
     with plain_precision(call.q):
         if chosen == "reference":
             return taylor_definition(call)
         refuse_forward_mode("taylor2", *call[:6])
-        given = [x for x in (*call[:3], call.q2, call.k2) if x is not None]
-        if len(tokens) == 1:
-            given = [tokens[0].to(call.q.dtype)]
-        return TAYLOR[len(given)][0](*given, call.coefficients, *call[6:])[0]
+        return taylor2_op(*call)
 
 
 def run_multipole(op: str, tokens: tuple[Tensor, ...], impl: str = "auto", **options: Any) -> Tensor:

@@ -132,9 +132,9 @@ def test_packed():
 def test_citizen(r):
     """opcheck, compile with changing N, autocast, meta tensors."""
     q, k, v, c, narrow = setting(r=r, dtype=torch.float32)
-    x = [t.requires_grad_() for t in (q, k, v, *(narrow or ()), c)]
-    operator = torch.ops.hla_kernels.taylor2_narrow if narrow else torch.ops.hla_kernels.taylor2
-    torch.library.opcheck(operator, (*x, None, True, 0.5))
+    for t in (q, k, v, c, *(narrow or ())):
+        t.requires_grad_()
+    torch.library.opcheck(torch.ops.hla_kernels.taylor2, (q, k, v, c, *(narrow or (None, None)), None, True, 0.5))
     compiled = torch.compile(
         lambda q, k, v, *n: hk.taylor2(q, k, v, c, narrow=n or None), fullgraph=True, dynamic=True, backend="aot_eager"
     )

@@ -18,8 +18,7 @@ from ..options import plain_precision
 
 SPACE = "hla_kernels"
 LIBRARY = torch.library.Library(SPACE, "FRAGMENT")
-QKV = "Tensor q, Tensor k, Tensor v"
-TOKENS = {1: "Tensor qkv", 3: QKV, 5: f"{QKV}, Tensor q2, Tensor k2"}  # in a schema, by the number of tensors
+TOKENS = {1: "Tensor qkv", 3: "Tensor q, Tensor k, Tensor v"}  # in a schema, by the number of tensors
 
 
 class Operator:
@@ -148,22 +147,26 @@ def saved_op(
     """Define an operator of a function with annotated arguments, and its backward, for which outputs are saved.
 
     outputs: the function for fake tensors. The first `results` outputs have gradients; those from `kept` on are saved,
-    without it all others. backward(grads, saved, *arguments) returns the gradients of the first `count` arguments."""
+    without it all others. backward(grads, saved, *arguments) returns the gradients of the first `count` arguments that
+    are no None."""
     own, saves = custom_op(name)(function), results if kept is None else kept
     own.register_fake(outputs)
     schema = f"(Tensor[] grads, Tensor[] saved, {_arguments(function)}) -> Tensor[]"
     back = custom_op(f"{name}_backward", schema)(lambda *x: list(backward(*x)))
-    back.register_fake(lambda grads, saved, *x: list(like(*x[:count])))
+    back.register_fake(lambda grads, saved, *x: list(like(*(t for t in x[:count] if t is not None))))
 
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        output = (output,) if isinstance(output, Tensor) else output
         ctx.mark_non_differentiable(*output[results:])
         ctx.set_materialize_grads(results > 1)  # one of several may be None
         _save(ctx, inputs, output[saves:])
 
     def gradients(ctx: Any, *grads: Any) -> tuple:
         given, saved = _saved(ctx)
-        found = [None] * count if grads[0] is None else back(list(grads[:results]), saved, *given)
-        return (*found, *[None] * (len(given) - count))
+        if grads[0] is None:
+            return (None,) * len(given)
+        found = iter(back(list(grads[:results]), saved, *given))
+        return tuple(next(found) if i < count and x is not None else None for i, x in enumerate(given))
 
     own.register_autograd(gradients, setup_context=setup_context)
     return own, back
