@@ -239,16 +239,10 @@ def check_finite(name: str, x: Any, least: float | None = None) -> None:
         raise ValueError(f"{name} must be a finite number{'' if least is None else f' >= {least}'}, got {x!r}.")
 
 
-def check_frames(options: Options, n: int) -> None:
-    """Raise ValueError unless n tokens are whole frames, if causal="frame"."""
-    frame = options.frame
+def check_frames(frame: Any, n: int) -> None:
+    """Raise ValueError unless n tokens are whole frames of `frame` tokens, if it is not 0."""
     if not is_count(frame):
-        raise ValueError(f"frame must be the number of tokens per frame, got {frame!r}.")
-    if (options.causal == "frame") != (frame > 0):
-        raise ValueError(
-            f'causal="frame" and frame, the number of tokens per frame, go together: got causal={options.causal!r} and '
-            f"frame={frame}."
-        )
+        raise ValueError(f"frame must be the number of tokens per frame, or 0 for no frames, got {frame!r}.")
     if frame and n % frame:
         raise ValueError(f"{n} tokens are no whole number of frames of {frame} tokens.")
 
@@ -265,6 +259,11 @@ def _check_softmax(options: Options, return_state: Any) -> None:
 
 
 def _check_linear(op: str, options: Options) -> None:
+    if (options.causal == "frame") != (options.frame > 0):
+        raise ValueError(
+            f'causal="frame" and frame, the number of tokens per frame, go together: got causal={options.causal!r} and '
+            f"frame={options.frame}."
+        )
     if options.causal and op == "polynomial":
         raise ValueError("polynomial is two-sided only, causal must be False.")
     if options.ridge and op not in RIDGED:

@@ -84,15 +84,11 @@ def decay_heads(decay: float | Tensor | None, q: Tensor, k: Tensor) -> Tensor | 
     return decay.to(q.device, dtype).reshape(1, k.shape[2], -1, 1, 1)
 
 
-def autocast_on(device_type: str) -> bool:
-    """Whether autocast is enabled for a device type; False for meta, for which torch's query raises."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
 def autocast_dtype(q: Any) -> torch.dtype | None:
-    """Return the dtype of autocast, or None if it is off."""
+    """Return the dtype of autocast, or None if it is off, as for meta tensors, for which torch's query raises."""
     device = q.device.type if isinstance(q, Tensor) else "meta"
-    return torch.get_autocast_dtype(device) if autocast_on(device) else None
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
 
 
 def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -103,6 +99,5 @@ def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def plain_precision(x: Tensor) -> contextlib.AbstractContextManager:
     """Disable autocast for the device of x: tensors are cast already, and moments must stay in float32."""
-    if autocast_on(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return contextlib.nullcontext()
+    on = autocast_dtype(x) is not None
+    return torch.autocast(x.device.type, enabled=False) if on else contextlib.nullcontext()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_tensors, is_count, shape_of
+from ..checks import check_frames, check_tensors, shape_of
 from ..options import cast, compute_dtype
 from .state import DeltaState
 
@@ -57,10 +57,7 @@ def prepare(
             f"{tuple(k.shape[2:4])} of k and {tuple(v.shape[2:4])} of v."
         )
     q, k, v = cast(q, k, v)
-    if not is_count(frame):
-        raise ValueError(f"frame must be the number of tokens per frame, or 0 for no frames, got {frame!r}.")
-    if frame and q.shape[1] % frame:
-        raise ValueError(f"{q.shape[1]} tokens are no whole number of frames of {frame} tokens.")
+    check_frames(frame, q.shape[1])
     a, b = _low_rank(q, a, b)
     return DeltaCall(q, k, v, _decays(q, log_f), a, b, _state(q, v, None if state is None else state.matrix), frame)
 
