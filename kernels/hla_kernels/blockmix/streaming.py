@@ -111,11 +111,11 @@ def stream(
     given = {} if state is None else state.tensors
     before = {name: _grow(x.to(p.v.dtype), options.layout.n_blocks) for name, x in given.items()}
     names = causal.MOMENTS[options.order]
-    y, moments = place.step(p, *(p.turned or (p.phi_q, p.phi_k)), p.v, [before[name] for name in names if before])
+    y, moments = place.step(p, *p.features, p.v, [before[name] for name in names if before])
     after = dict(zip(names, moments, strict=True))
     if options.normalize:
         ones, names = torch.ones_like(p.v[..., :1]), tuple(f"z{name}" for name in names)
-        total, moments = place.step(p, p.phi_q, p.phi_k, ones, [before[name] for name in names if before])
+        total, moments = place.step(p, *p.plain, ones, [before[name] for name in names if before])
         y, after = y / (total + options.eps), after | dict(zip(names, moments, strict=True))
     return to_tokens(y, q.dtype), BlockState(options, n + q.shape[1], after)
 

@@ -25,14 +25,12 @@ from .options import BlockOptions
 
 
 class Prepared(NamedTuple):
-    """Call in head layout: q, k, v, phi(q), phi(k), the rotated features (None without rotation), m and s."""
+    """Call in head layout: phi(q) and phi(k), rotated for the numerator and as they are for the denominator (the same
+    without rotation), v, m and s."""
 
-    q: Tensor
-    k: Tensor
+    features: tuple[Tensor, Tensor]
+    plain: tuple[Tensor, Tensor]
     v: Tensor
-    phi_q: Tensor
-    phi_k: Tensor
-    turned: tuple[Tensor, Tensor] | None
     m: Tensor
     s: float | Tensor
 
@@ -44,10 +42,11 @@ def prepare_heads(
     """Return the tokens in the dtype of moments, and their features; both are zero outside `mask`."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
     qh, kh, vh = (live_heads(to_heads(x, n_key_heads, dtype), mask) for x in (q, k, v))
-    pq, pk = (live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
-    turned = None if rotary is None else tuple(rotate(x, *rotary, options.rotary_half) for x in (pq, pk))
+    features = plain = tuple(live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
+    if rotary is not None:
+        features = tuple(rotate(x, *rotary, options.rotary_half) for x in plain)
     m, s = mixing_heads(mixing, n_key_heads, dtype), scale_of(options, q.shape[1], mask, qh)
-    return Prepared(qh, kh, vh, pq, pk, turned, m, s)  # type: ignore[arg-type]
+    return Prepared(features, plain, vh, m, s)  # type: ignore[arg-type]
 
 
 def evaluate(
@@ -84,13 +83,12 @@ def numerator(
     same weights. by: returns W v; `weigh` by default."""
     by = by or weigh
     if not options.normalize:
-        return by(*(p.turned or (p.phi_q, p.phi_k)), p.v, p.m, p.s, options), None
+        return by(*p.features, p.v, p.m, p.s, options), None
     ones = torch.ones_like(p.v[..., :1])
-    if p.turned is None:
-        y, total = by(p.phi_q, p.phi_k, torch.cat([p.v, ones], -1), p.m, p.s, options).split((p.v.shape[-1], 1), -1)
+    if p.features is p.plain:
+        y, total = by(*p.plain, torch.cat([p.v, ones], -1), p.m, p.s, options).split((p.v.shape[-1], 1), -1)
     else:
-        y = by(*p.turned, p.v, p.m, p.s, options)
-        total = by(p.phi_q, p.phi_k, ones, p.m, p.s, options)
+        y, total = by(*p.features, p.v, p.m, p.s, options), by(*p.plain, ones, p.m, p.s, options)
     if mask is not None:
         total = total.where(mask[:, None, None, :, None], 1)  # avoids 0 / 0 with eps = 0
     return y, total + options.eps

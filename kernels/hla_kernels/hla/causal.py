@@ -76,33 +76,33 @@ class Pass:
         scores = self.weight * (self.sq * self.mean("k", self.k)).sum(-1, keepdim=True)
         return y - scores * self.mean(v_name, v)
 
+    def ridged(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return y + lambda x."""
+        return y + self.options.ridge * x if self.options.ridge else y
 
-def _linear(p: Pass, ridge: float) -> Tensor:
+
+def _linear(p: Pass) -> Tensor:
     return p.centred("P", "v", p.v)
 
 
-def _hla2(p: Pass, ridge: float) -> Tensor:
-    u = p.centred("S", "k", p.k)
-    u = u + ridge * p.q if ridge else u
-    return p.stage("F", p.sq, u, p.v)
+def _hla2(p: Pass) -> Tensor:
+    return p.stage("F", p.sq, p.ridged(p.centred("S", "k", p.k), p.q), p.v)
 
 
-def _ahla(p: Pass, ridge: float) -> Tensor:
+def _ahla(p: Pass) -> Tensor:
     r = p.centred("P", "v", p.v)
-    y = p.centred("E", "r", r)
-    return y + ridge * r if ridge else y
+    return p.ridged(p.centred("E", "r", r), r)
 
 
-def _hla3(p: Pass, ridge: float) -> Tensor:
-    u, r = p.centred("S", "k", p.k), p.centred("P", "v", p.v)
-    p.inner = u + ridge * p.q if ridge else u, r
+def _hla3(p: Pass) -> Tensor:
+    p.inner = p.ridged(p.centred("S", "k", p.k), p.q), p.centred("P", "v", p.v)
     return p.stage("F", p.sq, *p.inner)
 
 
-def _paper(p: Pass, ridge: float) -> Tensor:
+def _paper(p: Pass) -> Tensor:
     s = 1.0 if p.options.scale is None else p.options.scale
-    u = p.stage("S", p.sq, p.k, p.k)
-    seen = p.stage("C", u * s + ridge * s * p.q if ridge else u * s, p.q, p.v)
+    u = p.ridged(p.stage("S", p.sq, p.k, p.k), p.q)
+    seen = p.stage("C", u * s, p.q, p.v)
     w = stage(p.k, p.q, p.v, p.chunks, p.carry.get("C"), strict=True)[0]
     return seen - s * p.stage("G", p.sq, p.k, w)
 
@@ -149,7 +149,7 @@ def causal(
     p = Pass(qh, kh, vh, options, log_gamma, carry, bool(return_state))
     form = _paper if is_paper(op, options) else FORMS[op]
     # remove padding first: with eps = 0 it would give 0 / 0, and NaN in the backward
-    y = p.chunks.join(form(p, options.ridge))
+    y = p.chunks.join(form(p))
     if options.normalize:
         y = y[..., :-1] / (y[..., -1:] + options.eps)
     if options.mean_path:
