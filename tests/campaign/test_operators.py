@@ -88,7 +88,7 @@ def test_rounding_of_terms_that_cancel(monkeypatch):
     """Of one token q and k have no channel in common: q.k is 0, divided by eps, and q (k k') is as large as q and k."""
     assert operators.check(CANCELLING, "cpu") == ""
     monkeypatch.setattr(operators, "LIKELY", operators.LIKELY / 1e4)
-    assert operators.check(CANCELLING, "cpu").startswith("o is off")
+    assert " is off by " in operators.check(CANCELLING, "cpu")  # without the bound of what cancels
 
 
 @pytest.mark.parametrize("padding", (0, 3))
