@@ -104,19 +104,19 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of `tokens` and of the coefficients (empty if there are none or they are fixed)."""
     spec, impl, rest = _spec(arguments)
-    first, seqs, none = tokens[0], Sequences(*rest), tokens[0].new_empty((0,))
+    first, seqs = tokens[0], Sequences(*rest)
     if not in_triton(impl, first):
         with plain_precision(first):
             (dy, q, k, v), mask = seqs.padded(grad, *parts(tokens))
             dq, dk, dv, dc = gradient(spec.op, dy, q, k, v, coefficients, _options(spec), mask)
             of_tokens = [seqs.packed(x, first.shape[1]) for x in (dq, dk, dv)]
-            return (*joined(of_tokens, tokens), none if dc is None or spec.fixed else dc)
+            return (*joined(of_tokens, tokens), first.new_empty((0,)) if dc is None or spec.fixed else dc)
 
     def work() -> tuple[Tensor, ...]:
         q, k, v = parts(tokens)
         grads, each = rooms(tokens, seqs.mask)
         dc = fused.backward(grad, q, k, v, _contiguous(coefficients), spec, each, saved, known)
-        return (*grads, none if dc is None or spec.fixed else dc)
+        return (*grads, first.new_empty((0,)) if dc is None or spec.fixed else dc)
 
     with torch.cuda.device_of(first):
         known, tables = _with_tables(first, spec, seqs)
