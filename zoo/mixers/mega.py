@@ -62,7 +62,8 @@ class MovingAverage(nn.Module):
             raise ValueError(f"this mixer was built for {dims}-D grids (option grid_dims), got the grid {grid}")
         first, patches, last = split_tokens(x, grid, prefix, suffix)
         wide = patches.flatten(2).unflatten(1, grid).to(torch.promote_types(x.dtype, torch.float32))
-        averages = torch.stack([self._along(wide, axis) for axis in range(dims)]).sum(0)
+        with torch.autocast(x.device.type, enabled=False):  # there is no FFT in bfloat16
+            averages = torch.stack([self._along(wide, axis) for axis in range(dims)]).sum(0)
         return join_tokens(first, patches + averages.flatten(1, -2).view_as(patches).to(x.dtype), last)
 
     def _along(self, x: Tensor, axis: int) -> Tensor:

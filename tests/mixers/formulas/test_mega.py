@@ -57,6 +57,14 @@ def test_definition(real):
     assert not found[:, real:].any()
 
 
+def test_averages_keep_float32_under_autocast():
+    """torch has no FFT in bfloat16 on a GPU."""
+    average, x = mega().average_q.float(), torch.randn(B, N, H, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = average(x, GRID, PREFIX, SUFFIX)
+    assert torch.equal(found, average(x, GRID, PREFIX, SUFFIX))
+
+
 def test_a_new_mixer_is_softmax():
     q, k, v, x = inputs()
     mixers = [build_mixer(n, C, H, D, num_kv_heads=HK, dtype=torch.float64) for n in ("mega", "softmax")]

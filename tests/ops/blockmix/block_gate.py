@@ -58,9 +58,11 @@ def shared_call(tokens, matrix, o, grad) -> None:
     anchor = torch.empty(b * h, d, device="meta") if o.normalize else None
     share = torch.empty(o.layout.n_blocks, 3, dtype=torch.int32, device="meta")
     call = Shared(*tokens, matrix, o._replace(scale=1.0), None, None, share, anchor)
-    (local,) = call.local()
-    _, mixed, inverses = call.outputs(local)
-    call.token_grads(grad, local, mixed, inverses, *call.operator_grads(grad, local, mixed, inverses))
+    heads, size, _ = call.size()
+    saved = torch.empty(heads * size.saved, device="meta")
+    call.local(saved)
+    call.outputs(saved, torch.empty_like(grad))
+    call.token_grads(grad, saved, *call.operator_grads(grad, saved))
 
 
 def main(at: int, options: str, b: str, h: str, grid: str, blocks: str, d: str, kind: str = "") -> None:
