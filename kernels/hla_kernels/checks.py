@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,25 @@ def is_finite(x: Any) -> bool:
 def is_count(x: Any, least: int = 0) -> bool:
     """Whether x is an integer, which may be symbolic while compiling, of at least `least`; True and False are not."""
     return isinstance(x, int | torch.SymInt) and not isinstance(x, bool) and bool(x >= least)
+
+
+def check_axes(name: str, x: Any) -> None:
+    """Raise ValueError unless x is a sequence of one positive integer for each axis of a grid."""
+    if not isinstance(x, Sequence) or not x or not all(is_count(n, 1) for n in x):
+        raise ValueError(f"{name} must be one positive integer for each axis, such as (16, 16), got {x!r}.")
+
+
+def check_grid_tokens(n: int, grid: Any, prefix: Any, suffix: Any) -> None:
+    """Raise ValueError unless n is the number of tokens on the grid, before it (`prefix`) and after it (`suffix`)."""
+    check_axes("grid", grid)
+    for name, x in (("prefix", prefix), ("suffix", suffix)):
+        if not is_count(x):
+            raise ValueError(f"{name} must be a number of tokens of at least 0, got {x!r}.")
+    want = prefix + math.prod(grid) + suffix
+    if n != want:
+        raise ValueError(
+            f"The grid {tuple(grid)} with {prefix} prefix and {suffix} suffix tokens needs {want} tokens, got {n}."
+        )
 
 
 def shape_of(x: Any) -> tuple[int, ...] | str:

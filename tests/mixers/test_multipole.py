@@ -8,9 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import hla_kernels as hk
-from hla_kernels.softmax.multipole import by_blocks, by_tokens, torch_form
-from hla_kernels.softmax.multipole.call import prepare
-from tests.ops.cases import assert_same, l2_error, tokens
+from hla_kernels.softmax import multipole
+from tests.ops.cases import Allocated, assert_same, l2_error, tokens
 from zoo.mixers import Context, build_mixer
 
 CASES = {  # grid, blocks, radius, prefix, suffix
@@ -21,15 +20,10 @@ CASES = {  # grid, blocks, radius, prefix, suffix
 }
 
 
-FORMS = {"by tokens": False, "by blocks": True}
-
-
-@pytest.fixture(params=FORMS.values(), ids=FORMS)
+@pytest.fixture(params=[2500, multipole.PAIRS], ids=["parts", "whole"])
 def form(request, monkeypatch):
-    """One order of the products, one block of queries or a few queries at a time."""
-    monkeypatch.setattr(torch_form, "linear", lambda call: request.param)
-    monkeypatch.setattr(by_blocks, "BLOCK", 1)
-    monkeypatch.setattr(by_tokens, "PAIRS", 2500)
+    """A few queries at a time, or all."""
+    monkeypatch.setattr(multipole, "PAIRS", request.param)
 
 
 def setting(grid, prefix, suffix, h=4, hk=2, d=6, dv=3, dtype=torch.float64, seed=0):
@@ -117,27 +111,25 @@ def test_scores_of_any_size_give_an_average(form):
     assert all(t.isfinite().all() for t in (y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
 
 
-def test_the_form_with_fewer_products_runs():
-    """Linear in the number of tokens of a large grid; as many products as the formula says."""
-    found = {}
-    for n, form in ((8, "tokens"), (32, "blocks"), (64, "blocks")):
-        q, k, v = setting((n, n), 0, 0, h=1, hk=1, d=16, dv=16, dtype=torch.float32)
-        more = {"grid": (n, n), "blocks": (4, 4), "radius": 1}
-        call = prepare(q, k, v, **more)
-        assert torch_form.linear(call) == (form == "blocks")
-        with FlopCounterMode(display=False) as counter:
-            hk.multipole(q, k, v, **more)
-        found[n] = counter.get_total_flops() / (2 * q.shape[0] * n * n)
-    cost = by_blocks.multiplications(call.field, 16, 16, 1)
-    assert cost < found[64] < 1.3 * cost
+def test_memory_and_products(monkeypatch):
+    """No tensor holds more than `PAIRS` numbers, forward and backward; as many products as the docstring says."""
+    monkeypatch.setattr(multipole, "PAIRS", 2**17)
+    x = [t.requires_grad_() for t in setting((32, 32), 0, 0, h=1, hk=1, d=16, dv=16, dtype=torch.float32)]
+    with Allocated() as memory, FlopCounterMode(display=False) as counter:
+        y = hk.multipole(*x, grid=(32, 32), blocks=(2, 2), radius=1, degree=2)
+    forward = counter.get_total_flops() / (2 * x[0].shape[0])
+    with Allocated() as backward:
+        y.sum().backward()
+    assert max(memory.largest, backward.largest) <= 4 * 2**17 < 4 * x[0].shape[0] * 1024**2
+    assert 1 <= forward / (3 * 1024**2 * 16) < 1.01
 
 
-def test_explain_and_compile():
-    """One graph, of the form by blocks, forward and backward."""
-    more = {"grid": (24, 24), "blocks": (4, 4), "radius": 1}
+def test_explain_and_compile(form):
+    """One graph, forward and backward."""
+    more = options("uneven")
     compiled = torch.compile(lambda *x: hk.multipole(*x, **more), backend="aot_eager", fullgraph=True)
-    x = [t.requires_grad_() for t in setting((24, 24), 0, 0, h=1, hk=1)]
-    assert torch_form.linear(prepare(*x, **more)) and hk.explain("multipole", *x, **more).impl == "torch"
+    x = [t.requires_grad_() for t in setting((6, 7), 2, 1)]
+    assert hk.explain("multipole", *x, **more).impl == "torch"
     y, wanted = compiled(*x), hk.multipole(*x, **more)
     assert_same(y, wanted)
     sums = [torch.autograd.grad(t.square().sum(), x) for t in (y, wanted)]
@@ -162,7 +154,6 @@ def test_rounding(form, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("degree", [0, 1, 2])
 def test_the_bits_are_the_same(form, degree):
-    """By blocks, where a token is read by the queries of several blocks, and by tokens."""
     more = {"grid": (21, 4), "blocks": (2, 2), "prefix": 1, "radius": 3, "degree": degree}
     x = [t.to("cuda", torch.float16) for t in setting((21, 4), 1, 0, hk=4, d=48, dv=64)]
     runs = [grads("torch", x, more) for _ in range(8)]

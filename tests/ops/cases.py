@@ -1,4 +1,4 @@
-"""Helpers of the operator tests: the table of operators and options, random inputs, and the tolerance rule.
+"""Helpers of the operator tests: operators and options, random inputs, the tolerance rule, and allocated bytes.
 
 Tolerance rule: a float64 result agrees with the definition to 1e-10 (largest difference); in a lower precision its
 relative L2 error against the float64 definition is at most twice that of the definition itself evaluated in that
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hla_kernels as hk
 from hla_kernels.hla.reference import reference
@@ -125,3 +127,20 @@ def assert_same(x: Tensor, truth: Tensor, tolerance: float = 1e-10) -> None:
     """float64 agreement."""
     assert x.shape == truth.shape and x.dtype == truth.dtype
     assert error(x, truth) <= tolerance, error(x, truth)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all new storages, whether they live on or not, and the largest one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                self.total += x.untyped_storage().nbytes()
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return out

@@ -158,16 +158,9 @@ def of_operator(options: dict[str, Any], qkv: Tensor) -> dict[str, Any]:
     return options | {"rotary": angles(qkv.shape[1], qkv.shape[4], qkv.device)}
 
 
-def _multipole(options: dict[str, Any], impl: str) -> Call:
-    def call(qkv: Tensor, c: Tensor | None) -> Tensor:
-        return hla_kernels.multipole(*qkv.unbind(2), **options, q_scale=qkv.shape[-1] ** -0.5, impl=impl)
-
-    return call
-
-
 def _ours(op: str, options: dict[str, Any]) -> Call:
     if op == "multipole":
-        return _multipole(options, "auto")
+        return lambda qkv, c: hla_kernels.multipole(*qkv.unbind(2), **options, q_scale=qkv.shape[-1] ** -0.5)
     packed = getattr(hla_kernels, f"{op}_qkvpacked")
     if op == "taylor2":
         return lambda qkv, c: packed(qkv, c, q_scale=qkv.shape[-1] ** -0.5)
@@ -184,9 +177,6 @@ def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eager(op: str, options: dict[str, Any]) -> Call:
-    if op == "multipole":  # the torch form is linear too
-        return _multipole(options, "torch")
-
     def call(qkv: Tensor, c: Tensor | None) -> Tensor:
         q, k, v = _heads(qkv)
         if op == "mhla":
@@ -195,6 +185,8 @@ def _eager(op: str, options: dict[str, Any]) -> Call:
         if op == "taylor2":
             assert c is not None
             return taylor(q, k, v, c).transpose(1, 2).contiguous()
+        if op == "multipole":
+            return multipole(q, k, v, **options).transpose(1, 2).contiguous()
         return plain(op, q, k, v, c, **options).transpose(1, 2).contiguous()
 
     return call

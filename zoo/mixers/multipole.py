@@ -119,9 +119,8 @@ class Multipole(BlockedMixer):
     select="near": exact for tokens within `radius` along every axis of the grid, else w_tj = exp(a_tb) (1 + s_tj -
     a_tb) for j in block b, with a_tb the mean of s_tj over the block. Blocks that do not divide the grid differ by one
     token along an axis. Without `blocks`, they are chosen for the grid of the host
-    (`zoo.mixers.block_mixing.choose_blocks`). Multiplications per token and head, without near tokens, for M blocks:
-    M (D + Dv) + M D Dv with degree 1; with degree 2 the last term is M D (D + 3) / 2 Dv. In both, class, register and
-    text tokens are exact. Options: `MultipoleOptions`. Operators: hla_kernels.softmax.adaptive and multipole.
+    (`zoo.mixers.block_mixing.choose_blocks`). 3 N^2 D multiplications per head. In both, class, register and text
+    tokens are exact. Options: `MultipoleOptions`. Operators: hla_kernels.softmax.adaptive and multipole.
     """
 
     name = "multipole"

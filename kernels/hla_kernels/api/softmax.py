@@ -1,6 +1,6 @@
 """Public operators that approximate softmax attention.
 
-Symbols: `softmax/taylor/__init__.py`, `softmax/multipole/__init__.py`, `softmax/adaptive/__init__.py`.
+Symbols: `softmax/taylor/__init__.py`, `softmax/multipole.py`, `softmax/adaptive/__init__.py`.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def multipole(
                   axis, which differ by one token if they do not divide it
     radius        near tokens are within this distance along every axis; if it covers the grid, the result is softmax
     degree        1 as above; 0: far weights exp(a_tb), that is one token with the mean value per block; 2: an
-                  additional term exp(a_tb) (s_tj - a_tb)^2 / 2, with a state of about M D^2 / 2 x Dv
+                  additional term exp(a_tb) (s_tj - a_tb)^2 / 2
     prefix, suffix  number of tokens before and after the grid (class, text): near to all tokens
     q_scale       scale of softmax, such as D^-1/2
     key_padding_mask   [B, N] bool, True for real tokens, as in `api`
     impl          as in `api`; there is no Triton form
 
-    Raises ValueError for wrong shapes, dtypes, devices and names. Plain torch code with all derivatives. Near field and
-    expansions of the far field: Greengard and Rokhlin, J. Comput. Phys. 73, 1987.
+    Raises ValueError for wrong shapes, dtypes, devices and names. Plain torch code with all derivatives, for all pairs
+    of tokens but with bounded memory. Near field and expansions of the far field: Greengard and Rokhlin, J. Comput.
+    Phys. 73, 1987.
     """
     check_unknown(multipole, unknown)
     return run_multipole(

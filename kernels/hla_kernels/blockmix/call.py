@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checks import (
     cast_tensors,
+    check_axes,
     check_features,
     check_name,
     check_parameter,
@@ -69,9 +70,8 @@ def prepare(
 
 def check_layout(grid: Any, blocks: Any, prefix: Any) -> Layout:
     """Return the layout. Raises ValueError unless every axis of the grid has between 1 and its length blocks."""
-    for name, x in (("grid", grid), ("blocks", blocks)):
-        if not isinstance(x, Sequence) or not x or not all(is_count(n, 1) for n in x):
-            raise ValueError(f"{name} must be one positive integer for each axis, such as (16, 16), got {x!r}.")
+    check_axes("grid", grid)
+    check_axes("blocks", blocks)
     if len(grid) != len(blocks):
         raise ValueError(f"grid and blocks must have one number for each axis, got {tuple(grid)} and {tuple(blocks)}.")
     for length, m in zip(grid, blocks, strict=True):

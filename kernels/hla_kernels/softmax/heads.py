@@ -1,4 +1,4 @@
-"""Head layout of tokens, and exact softmax attention for some queries."""
+"""Head layout of tokens, and the scale of softmax weights."""
 
 from __future__ import annotations
 
@@ -35,12 +35,3 @@ def largest(*powers: Tensor) -> Tensor:
     """Return the largest exponent of each row, 0 if no token is real; without gradient, since it cancels."""
     top = torch.cat([p.detach().amax(-1, keepdim=True) for p in powers], -1).amax(-1, keepdim=True)
     return top.where(top.isfinite(), 0)
-
-
-def attend(q: Tensor, x: Heads) -> Tensor:
-    """Return exact softmax attention of the queries q [B, H, P, D] to all tokens, [B, H, P, Dv]."""
-    power = q @ x.k.mT
-    if x.live is not None:
-        power = power.masked_fill(~x.live.mT, float("-inf"))
-    w = (power - largest(power)).exp()
-    return (w @ x.v) / w.sum(-1, keepdim=True).clamp(min=SMALLEST)

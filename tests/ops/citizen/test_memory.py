@@ -2,32 +2,10 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hla_kernels as hk
 from hla_kernels.hla.chunked import CHUNK, GROUP, Chunks
-from tests.ops.cases import CAUSAL, assert_same, error, tokens
-
-
-class Allocated(TorchDispatchMode):
-    """Bytes of all new storages, whether they live on or not, and the largest one."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if is_tensor(x)}
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
-            if is_tensor(x) and x.untyped_storage()._cdata not in given:
-                self.total += x.untyped_storage().nbytes()
-                self.largest = max(self.largest, x.untyped_storage().nbytes())
-        return out
-
-
-def is_tensor(x):
-    return isinstance(x, torch.Tensor)
+from tests.ops.cases import CAUSAL, Allocated, assert_same, error, tokens
 
 
 def allocated(op, n, **options):

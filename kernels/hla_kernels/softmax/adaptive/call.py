@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...checks import cast_tensors, check_finite, check_name, check_sequences, is_count, is_number
+from ...checks import cast_tensors, check_finite, check_grid_tokens, check_name, check_sequences, is_count, is_number
 from .layout import Field
 
 SELECTS = ("error", "mass", "mean", "near")
@@ -45,12 +45,8 @@ def prepare(
     check_name("far", far, FARS)
     check_adaptive(density, q_tile, k_tile)
     check_finite("q_scale", q_scale)
-    field = _field(grid, prefix, suffix, q_tile, k_tile)
-    if q.shape[1] != field.n_tokens:
-        raise ValueError(
-            f"The grid {field.grid} with {prefix} prefix and {suffix} suffix tokens needs {field.n_tokens} tokens, got "
-            f"{q.shape[1]}."
-        )
+    check_grid_tokens(q.shape[1], grid, prefix, suffix)
+    field = Field(tuple(map(int, grid)), int(prefix), int(suffix), int(q_tile), int(k_tile))
     check_sequences(q, key_padding_mask, None, None)
     return AdaptiveCall(q, k, v, field, select, float(density), far, float(q_scale), key_padding_mask)
 
@@ -62,12 +58,3 @@ def check_adaptive(density: float, q_tile: int, k_tile: int) -> None:
     for name, x in (("q_tile", q_tile), ("k_tile", k_tile)):
         if not is_count(x, 1) or x > LARGEST_TILE or x & (x - 1):
             raise ValueError(f"{name} must be a power of two from 1 to {LARGEST_TILE} (tokens), got {x!r}.")
-
-
-def _field(grid: Sequence[int], prefix: int, suffix: int, q_tile: int, k_tile: int) -> Field:
-    if not isinstance(grid, Sequence) or not grid or not all(is_count(n, 1) for n in grid):
-        raise ValueError(f"grid must be one positive integer for each axis, such as (16, 16), got {grid!r}.")
-    for name, x in (("prefix", prefix), ("suffix", suffix)):
-        if not is_count(x):
-            raise ValueError(f"{name} must be a number of tokens of at least 0, got {x!r}.")
-    return Field(tuple(map(int, grid)), int(prefix), int(suffix), int(q_tile), int(k_tile))

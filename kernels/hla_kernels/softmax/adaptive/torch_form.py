@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...sequences import real
-from ..heads import SMALLEST, Heads, attend, largest, to_layout
+from ..heads import SMALLEST, Heads, largest, to_layout
 from .call import AdaptiveCall
 from .layout import Field, distances, tokens_of
 from .pooling import Pooled, pool, powers
@@ -137,6 +137,15 @@ def read(q: Tensor, chosen: Tensor, keys: Keys, far: str) -> Tensor:
     if far == "first":
         o = o + p.sum(-1, keepdim=True) / x.tiles[..., None, None] * (q @ x.moment.unsqueeze(2))
     return o / z.clamp(min=SMALLEST)
+
+
+def attend(q: Tensor, x: Heads) -> Tensor:
+    """Return exact softmax attention of the queries q [B, H, P, D] to all tokens, [B, H, P, Dv]."""
+    power = q @ x.k.mT
+    if x.live is not None:
+        power = power.masked_fill(~x.live.mT, float("-inf"))
+    w = (power - largest(power)).exp()
+    return (w @ x.v) / w.sum(-1, keepdim=True).clamp(min=SMALLEST)
 
 
 def take(x: Tensor, chosen: Tensor) -> Tensor:
