@@ -91,10 +91,13 @@ def shape_of(x: Any) -> tuple[int, ...] | str:
 
 def check_unknown(function: Callable, options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that are no parameters of a public function."""
+    if not options:
+        return
+    code = function.__code__  # inspect.signature takes longer than the kernels of a small layer
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    known = [name for name in named if name not in ("q", "k", "v", "qkv")]
     for name in options:
-        parameters = inspect.signature(function).parameters.values()
-        known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-        check_name("option", name, [name for name in known if name not in ("q", "k", "v", "qkv")])
+        check_name("option", name, known)
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
@@ -223,8 +226,8 @@ def check_whole_sequences(causal: bool | str, state: bool, masked: bool) -> None
         raise ValueError("key_padding_mask and cu_seqlens do not go with a state, which counts every token.")
 
 
-def check_options(op: str, options: Options, return_state: Any) -> None:
-    """Raise ValueError for names, numbers and combinations of options that `op` does not define."""
+def check_options(op: str, options: Options, return_state: Any, n: int) -> None:
+    """Raise ValueError for names, numbers and combinations of options that `op` does not define for n tokens."""
     check_values(options, "mean_path")
     if options.center is not None:
         check_name("center", options.center, CENTERS)
@@ -235,7 +238,7 @@ def check_options(op: str, options: Options, return_state: Any) -> None:
     if op == "softmax_attention":
         _check_softmax(options, return_state)
     else:
-        _check_linear(op, options)
+        _check_linear(op, options, n)
 
 
 def check_values(options: Any, *flags: str) -> None:
@@ -278,14 +281,15 @@ def _check_softmax(options: Options, return_state: Any) -> None:
         raise ValueError("softmax_attention has no state: return_state must be False.")
 
 
-def _check_linear(op: str, options: Options) -> None:
+def _check_linear(op: str, options: Options, n: int) -> None:
+    if options.causal and op == "polynomial":
+        raise ValueError("polynomial is two-sided only, causal must be False.")
+    check_frames(options.frame, n)
     if (options.causal == "frame") != (options.frame > 0):
         raise ValueError(
             f'causal="frame" and frame, the number of tokens per frame, go together: got causal={options.causal!r} and '
             f"frame={options.frame}."
         )
-    if options.causal and op == "polynomial":
-        raise ValueError("polynomial is two-sided only, causal must be False.")
     if options.ridge and op not in RIDGED:
         raise ValueError(f"ridge is defined for {', '.join(RIDGED)} only, not for {op}.")
     if options.decay is not None and not options.causal:

@@ -20,7 +20,6 @@ from .checks import (
     check_coefficients,
     check_decay,
     check_features,
-    check_frames,
     check_name,
     check_options,
     check_sequences,
@@ -212,8 +211,7 @@ def prepare(
     elif decay is not None and not isinstance(decay, Tensor):
         raise ValueError(f"decay must be None, a float or a tensor [heads], got {type(decay).__name__}.")
     kept = Options(decay="tensor" if isinstance(decay, Tensor) else decay, **options)
-    check_frames(kept.frame, q.shape[1])
-    check_options(op, kept, return_state)
+    check_options(op, kept, return_state, q.shape[1])
     warn_of_eps(op, kept, q.shape[1], q.shape[3])
     check_features(q.shape[3], kept.feature_map)
     check_coefficients(op, coefficients, q.shape[2], q.device)

@@ -150,6 +150,31 @@ def test_an_output_without_gradient(op, causal):
     assert bool((x[0].grad == 3).all()) and all(t.grad is None or not bool(t.grad.any()) for t in x[1:])
 
 
+RECOMPUTED = {  # in the torch form, whose backward differentiates a function again
+    "linear_attention": {},
+    "polynomial": {"coefficients": torch.ones(2, 4)},
+    "hla2": {"causal": True},
+    "mhla": {"mixing": torch.full((4, 4), 0.25), "grid": (4, 4), "blocks": (2, 2)},
+    "taylor2": {"coefficients": torch.ones(2, 2)},
+    "delta": {},
+}
+
+
+@pytest.mark.parametrize("op", RECOMPUTED)
+def test_a_backward_under_hooks_of_saved_tensors(op):
+    """The hooks see the arguments of the operator, and nothing of what its backward computes again."""
+    inputs = [torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3)]
+    f, seen = getattr(hk, op), []
+    expected = torch.autograd.grad(f(*inputs, **RECOMPUTED[op]).square().sum(), inputs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        y = f(*inputs, **RECOMPUTED[op]).square().sum()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+            found = torch.autograd.grad(y, inputs)
+    assert not seen
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("packed", (False, True))
 def test_fixed_coefficients(packed):
     """Frozen or not, compiled or not: the same gradients of the tokens, and none of frozen coefficients."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch.operator import transforms
+from ..dispatch.operator import vjp
 from ..features import feature
 from ..hla.layout import live_heads, to_heads, to_tokens
 from ..options import compute_dtype
@@ -71,9 +71,7 @@ def gradient(
     def forward(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         return evaluate(q, k, v, m, options, mask, rotary)
 
-    with transforms():
-        grads = torch.func.vjp(forward, q, k, v, mixing)[1](grad)
-    return tuple(x.contiguous() for x in grads)
+    return tuple(x.contiguous() for x in vjp(forward, q, k, v, mixing)[1](grad))
 
 
 def numerator(

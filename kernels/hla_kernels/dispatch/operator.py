@@ -7,7 +7,7 @@ small layer. These operators register the same functions with the dispatcher dir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -124,8 +124,8 @@ def recomputed_op(name: str, function: Callable, outputs: Callable) -> tuple[Ope
             given = dict(enumerate(args)) | dict(zip(places, some, strict=True))
             return function(*given.values())
 
-        with plain_precision(grads[0]), transforms():
-            result, pull = torch.func.vjp(run, *(args[i] for i in places))  # type: ignore[misc]
+        with plain_precision(grads[0]):
+            result, pull = vjp(run, *(args[i] for i in places))
             return [x.contiguous() for x in pull(tuple(grads) if isinstance(result, tuple) else grads[0])]
 
     @back.register_fake
@@ -251,15 +251,35 @@ def refuse_forward_mode(op: str, *tensors: Tensor | None) -> None:
             )
 
 
+def vjp(function: Callable, *inputs: Tensor) -> tuple[Any, Callable[[Any], tuple[Tensor, ...]]]:
+    """Return function(*inputs) inside an operator, and its pullback, as torch.func.vjp does.
+
+    It takes half the time of torch.func.vjp, which raises under hooks of saved tensors (save_on_cpu)."""
+    with _recorded():
+        own = [x.detach().requires_grad_() for x in inputs]
+        result = function(*own)
+    outputs = result if isinstance(result, tuple) else (result,)
+
+    def pull(grads: Any) -> tuple[Tensor, ...]:
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        used, given = zip(*((x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad), strict=True)
+        return torch.autograd.grad(used, own, given, allow_unused=True, materialize_grads=True)
+
+    found = tuple(x.detach() for x in outputs)
+    return found if isinstance(result, tuple) else found[0], pull
+
+
 @contextmanager
-def transforms() -> Iterator[None]:
-    """Enable torch.func inside an operator that a TorchDispatchMode has intercepted (FlopCounterMode, selective
-    checkpointing): the mode excludes the dispatch keys of torch.func, without which vjp fails."""
+def _recorded() -> Iterator[None]:
+    """Let autograd record inside an operator, for which its dispatch keys are excluded."""
     c, keys = torch._C, torch._C.DispatchKey
     excluded = c._dispatch_tls_local_exclude_set()
-    for key in (keys.FuncTorchDynamicLayerBackMode, keys.FuncTorchGradWrapper, keys.FuncTorchDynamicLayerFrontMode):
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.ADInplaceOrView):
         excluded = excluded.remove(key)
-    with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded):
+    plain: Any = nullcontext()
+    if c._autograd._top_saved_tensors_default_hooks(True) is not None:
+        plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded), torch.enable_grad(), plain:
         yield
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import transforms
+from ..dispatch.operator import vjp
 from ..features import feature, feature_grad
 from ..options import Options, compute_dtype
 from ..sequences import counts
@@ -36,23 +36,26 @@ def gradient(
     tokens = {name: live_heads(feature(x, maps[name]), mask) for name, x in raw.items()}
     sums = token_sums(op, tokens["q"], tokens["k"], tokens["v"], options)
 
-    def read(sums: Tensors, c: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return (M,) or (M, b); with normalize, M with the column for v = 1."""
-        matrix = operator_matrix(op, sums, n, options, c)
-        return (matrix,) if options.normalize else affine(matrix, sums, n, options)
+    def read(*given: Tensor) -> tuple[Tensor, ...]:
+        """Return (M,) or (M, b) from the sums and the coefficients; with normalize, M with the column for v = 1."""
+        named = dict(zip(sums, given, strict=False))
+        matrix = operator_matrix(op, named, n, options, *given[len(named) :])
+        return (matrix,) if options.normalize else affine(matrix, named, n, options)
 
-    with transforms():
-        out, pull = torch.func.vjp(read, sums, *([] if coefficients is None else [coefficients]))  # type: ignore[misc]
-        if options.normalize:
-            d_matrix, dq = _ratio_grad(dy, tokens["q"], out[0], options.eps, mask)
-        else:
-            d_matrix, dq = tokens["q"].mT @ dy, dy @ out[0].mT
-        d_out = (d_matrix,) if len(out) == 1 else (d_matrix, dy.sum(-2, keepdim=True))
-        d_sums, *d_c = pull(tuple(d.sum_to_size(x.shape) for d, x in zip(d_out, out, strict=True)))
-    grads = _token_grads(d_sums, tokens, dq)
-    grads = {name: feature_grad(raw[name], tokens[name], x, maps[name]) for name, x in grads.items()}
-    dq, dk, dv = (to_tokens(live_heads(grads[name], mask), x.dtype) for name, x in (("q", q), ("k", k), ("v", v)))
-    return dq, dk, dv, d_c[0] if d_c else None
+    out, pull = vjp(read, *sums.values(), *([] if coefficients is None else [coefficients]))
+    if options.normalize:
+        d_matrix, dq = _ratio_grad(dy, tokens["q"], out[0], options.eps, mask)
+    else:
+        d_matrix, dq = tokens["q"].mT @ dy, dy @ out[0].mT
+    d_out = (d_matrix,) if len(out) == 1 else (d_matrix, dy.sum(-2, keepdim=True))
+    d_given = pull(tuple(d.sum_to_size(x.shape) for d, x in zip(d_out, out, strict=True)))
+    grads = _token_grads(dict(zip(sums, d_given, strict=False)), tokens, dq)
+
+    def of(name: str, x: Tensor) -> Tensor:
+        d = feature_grad(raw[name], tokens[name], grads.pop(name), maps[name])
+        return to_tokens(live_heads(d, mask), x.dtype)
+
+    return of("q", q), of("k", k), of("v", v), None if coefficients is None else d_given[-1]
 
 
 def _ratio_grad(dy: Tensor, q: Tensor, matrix: Tensor, eps: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ...dispatch.operator import transforms
+from ...dispatch.operator import vjp
 from ...hla.layout import live_heads, to_heads, to_tokens
 from .torch_form import blocks, moment_of, pair, read_state, read_tokens, rows, summed, through_state, to_layout
 
@@ -54,5 +54,6 @@ def _added(*blocks: Tensor) -> Tensor:
 
 def _through(function: Callable, grad: Tensor, *inputs: Any) -> tuple:
     """Return the gradients of the inputs from the gradient of function(*inputs)."""
-    with transforms():
-        return torch.func.vjp(function, *inputs)[1](grad)
+    tensors, spec = tree_flatten(inputs)
+    grads = vjp(lambda *x: function(*tree_unflatten(x, spec)), *tensors)[1](grad)
+    return tree_unflatten(grads, spec)
