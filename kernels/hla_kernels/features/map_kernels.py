@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.recording import launch
-from ..hla.fused.spec import alignment, strides
+from ..hla.fused.spec import placed
 
 ELEMENTS = 2048  # per tile
 COLUMNS = (64, 128, 256, 512)  # of a tile
@@ -82,8 +82,7 @@ def map_pair(names: tuple[str, str], tokens: Pair, to: Pair, grads: Pair | None 
     widths = [h * d if near else d for h in heads]
     columns = min(COLUMNS, key=lambda c: (-widths[0] % c, -c)) if near else triton.next_power_of_2(d)
     blocks = [-(-w // columns) for w in widths] if near else heads
-    units = alignment(*given)
-    at = [strides(x, units) for x in given]
+    at, units = placed(*given)
     rows = max(1, ELEMENTS // columns)
     launch(
         map_tokens, (triton.cdiv(b * n, rows), sum(blocks)), *tokens, *(grads or (None, None)), *to, *at, b * n, n,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..dispatch.recording import launch
 from ..hla.fused.loops.settle import INTERPRETED
-from ..hla.fused.spec import alignment, strides
+from ..hla.fused.spec import placed
 from .row_tiles import grid, inner, part, rows_of, starts
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal number of float32
@@ -135,12 +135,11 @@ def backward(grads: Pair, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> t
 def _launch(pair: Pair, exponents: Pair, grads: Pair | None, of_rows: Sequence[Tensor | None]) -> Pair:
     q, k = pair
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    units = alignment(*pair, *(grads or ()))
+    at, units = placed(*(grads or pair), *pair)
     (of_q, sizes), (of_k, _) = (grid(x, grads is not None) for x in pair)
     if of_q + of_k:
         launch(
             power_tiles, of_q + of_k, *(grads or (None, None)), *pair, *exponents, *out, *of_rows,
-            *(strides(x, units) for x in (*(grads or pair), *pair)), q.shape[1], k.shape[1], of_q, HQ=q.shape[2],
-            HK=k.shape[2], ALIGN=units, **sizes,
+            *at, q.shape[1], k.shape[1], of_q, HQ=q.shape[2], HK=k.shape[2], ALIGN=units, **sizes,
         )  # fmt: skip
     return out

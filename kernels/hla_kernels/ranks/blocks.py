@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..blockmix.call import BlockCall, check_layout, check_rotary, check_tokens, prepare
 from ..blockmix.causal import mix
-from ..blockmix.fused.spec import Sizes, moments_dtype
+from ..blockmix.fused.spec import Moments, Saved, Sizes
 from ..blockmix.layout import Layout, block_table, slots_of
 from ..blockmix.operator import SCHEMA as ONE_RANK
 from ..blockmix.operator import flat, options_of
@@ -78,9 +78,7 @@ def _room(
     """Allocate o and the buffer for the backward: `Saved`, then the share [M, 3]."""
     q, _, v = tokens
     o = options_of(*arguments[:-1])
-    dtype = moments_dtype(q.dtype, o, cos is not None)
-    length = q.shape[0] * q.shape[2] * Sizes.of(o, q.shape[1], q.shape[3], v.shape[3], dtype).saved
-    length += 3 * o.layout.n_blocks
+    length = Sizes.of(q, v, o, cos is not None).saved + 3 * o.layout.n_blocks
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(length, dtype=torch.float32)
 
 
@@ -88,17 +86,13 @@ def _shared(
     tokens: Sequence[Tensor], mixing: Tensor, cos: Tensor | None, sin: Tensor | None, options: BlockOptions,
     saved: Tensor,
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """Return the call between the sums, with views of `saved` as share and anchor, and the rest of its buffer."""
+    """Return the call between the sums, with a view of `saved` as share, and the rest of its buffer."""
     from ..blockmix.fused.shared import Shared
 
     q, k, v = parts(tokens)
     n = 3 * options.layout.n_blocks
     buffer, share = saved[:-n], saved[-n:].view(torch.int32).view(-1, 3)
-    call = Shared(q, k, v, mixing, options, cos, sin, share, None)
-    if options.normalize:
-        heads, size, _ = call.size()
-        call = call._replace(anchor=buffer[2 * heads * size.moments :][: heads * v.shape[3]].view(heads, -1))
-    return call, buffer
+    return Shared(q, k, v, mixing, options, cos, sin, share), buffer
 
 
 def _forward(
@@ -107,6 +101,7 @@ def _forward(
     options, group = options_of(*arguments[:-1]), group_named(arguments[-1])
     o, saved = _room(tokens, mixing, cos, sin, *arguments)
     call, buffer = _shared(tokens, mixing, cos, sin, options, saved)
+    local, _, anchor, _ = Saved.of(buffer, call.size())
     with torch.cuda.device_of(o):
         counts = token_counts(o.shape[1], group, o.device)
         form = (options.layout, o.shape[1], len(counts))
@@ -114,10 +109,11 @@ def _forward(
             check_tokens(int(counts.sum()), options)
             SEEN.add(form)
         call.share.copy_(_positions(options.layout, counts[: dist.get_rank(group)].sum(), o.shape[1]))
-        if call.anchor is not None:
-            call.anchor.copy_(_mean(call.v, options, o.shape[2], group))
+        if anchor is not None:
+            mean = _mean(call.v, options, o.shape[2], group).flatten()
+            anchor[: len(mean)].copy_(mean)
         stage("moments", call, call.local, buffer)
-        _add(call.moments(buffer), group)
+        _add(local, group)
         stage("mixed", call, call.outputs, buffer, o)
     return o, saved
 
@@ -132,7 +128,7 @@ def _backward(
     g = grad if grad.stride(3) == 1 else grad.contiguous()
     with torch.cuda.device_of(g):
         dy, dq, totals = stage("operators", call, call.operator_grads, g, buffer)
-        _add(call.moments(dy, operators=True), group)
+        _add(Moments.of(dy, call.size().operators()), group)
         dk, dv, dm = stage("tokens", call, call.token_grads, g, buffer, dy, dq, totals)
     # every rank has the gradient of all tokens; its share makes the sum over the ranks right
     return dq, dk, dv, dm / dist.get_world_size(group)

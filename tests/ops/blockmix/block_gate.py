@@ -54,12 +54,9 @@ def shared_call(tokens, matrix, o, grad) -> None:
     """Forward and backward of tokens that devices share."""
     from hla_kernels.blockmix.fused.shared import Shared
 
-    b, _, h, d = grad.shape
-    anchor = torch.empty(b * h, d, device="meta") if o.normalize else None
     share = torch.empty(o.layout.n_blocks, 3, dtype=torch.int32, device="meta")
-    call = Shared(*tokens, matrix, o._replace(scale=1.0), None, None, share, anchor)
-    heads, size, _ = call.size()
-    saved = torch.empty(heads * size.saved, device="meta")
+    call = Shared(*tokens, matrix, o._replace(scale=1.0), None, None, share)
+    saved = torch.empty(call.size().saved, device="meta")
     call.local(saved)
     call.outputs(saved, torch.empty_like(grad))
     call.token_grads(grad, saved, *call.operator_grads(grad, saved))

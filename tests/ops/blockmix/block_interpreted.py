@@ -9,7 +9,7 @@ import torch
 import hla_kernels as hk
 from hla_kernels.blockmix import fused
 from hla_kernels.blockmix.frames import every_frame, mixing_of_frames
-from hla_kernels.blockmix.fused import launch, plan
+from hla_kernels.blockmix.fused import launch, plan, spec
 from hla_kernels.blockmix.reference import reference
 from tests.helpers.error_rule import relative_error
 from tests.ops.blockmix.fused_cases import angles_of, make, options_of, torch_form, triton_form, truth
@@ -139,8 +139,7 @@ def test_more_blocks_than_a_tile(monkeypatch):
 @pytest.mark.parametrize(("blocks", "options"), [(7, {}), (40, BARE)], ids=str)
 def test_moments_as_wide_as_tokens(monkeypatch, blocks, options):
     """As of bfloat16 tokens, of which float16 stands in for the rounded moments: `mix`."""
-    for module in (fused, launch):
-        monkeypatch.setattr(module, "moments_dtype", lambda *a: HALF)
+    monkeypatch.setattr(spec, "moments_dtype", lambda *a: HALF)
     o = options_of((40,), (blocks,), 0, **options)
     inputs = make(o, (1, 1, 16, 16) if blocks == 40 else (2, 2, 16, 32), HALF, mean=1.0, heads=blocks == 7)
     check(o, triton_form(monkeypatch, o, *inputs), *inputs, TOLERANCE[HALF])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...features import mapped
 from ..options import BlockOptions
-from .spec import Sizes, by_pairs, moments_dtype, why_not
+from .spec import Sizes, by_pairs, why_not
 
 __all__ = ["backward", "forward", "saved_floats", "why_not"]
 
@@ -33,8 +33,7 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, turned: bool)
     features = mapped.kept_floats(o.feature_map, q, k)
     if by_pairs(q, v, o, turned):
         return -(-q.shape[0] * q.shape[2] * q.shape[1] * (v.shape[3] + 1) // 4) * 4 * o.normalize + features
-    dtype = moments_dtype(q.dtype, o, turned)
-    return q.shape[0] * q.shape[2] * Sizes.of(o, q.shape[1], q.shape[3], v.shape[3], dtype).saved + features
+    return Sizes.of(q, v, o, turned).saved + features
 
 
 def forward(

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ...dispatch.recording import launch
-from ...hla.fused.launch import group_sum
-from ...hla.fused.spec import Widths, alignment, strides
+from ...hla.fused.launch import head_grads, sum_heads
+from ...hla.fused.spec import Widths, placed
 from ..options import BlockOptions
 from . import plan
 from .apply import query_grads, query_products, read_out, token_grads
 from .mixing import add, mixed, mixed_back
 from .orders import left_grads, operators, right_grads
 from .reduce import reduce_moments, sum_values
-from .spec import Moments, Sizes, flags, geometry, moment_precisions, moments_dtype, precision
+from .spec import Moments, Saved, Sizes, flags, geometry, moment_precisions, precision
 
 Rotary = tuple[Tensor, Tensor] | None
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -38,8 +38,7 @@ class Call:
         self.geo, self.w, self.flags = geometry(o.layout, share), Widths.of(self.d, self.dv), flags(o, rotary)
         # a softmax's Jacobian removes the part of gradients that all features share: one digit would leave its rounding
         self.fine = o.feature_map == "softmax"
-        self.dtype = moments_dtype(q.dtype, o, rotary is not None)
-        self.size = Sizes.of(o, self.n, self.d, self.dv, self.dtype)
+        self.size = Sizes.of(q, v, o, rotary is not None)
         self.prec, (self.mix, self.mid) = precision(q.dtype, o), moment_precisions(q.dtype, o)
         self.programs = self.m * self.bh
         self.keep = None if mask is None else mask.contiguous().view(torch.uint8)
@@ -64,16 +63,13 @@ class Call:
         """Return an uninitialised tensor on the device of the call."""
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
-    def moments(self, buffer: Tensor | None = None) -> Moments:
-        """Allocate moments, or place them at the start of a buffer."""
-        buffer = self.buffer(self.bh * self.size.moments) if buffer is None else buffer
-        return Moments.of(buffer, self.bh, self.size, self.dtype)
+    def moments(self, size: Sizes) -> Moments:
+        """Allocate moments (`self.size`), or operators or their gradients (`self.size.operators()`)."""
+        return Moments.of(self.buffer(size.moments), size)
 
-    def operators(self, buffer: Tensor | None = None) -> Moments:
-        """Allocate the operators, or their gradients, or place them at the start of a buffer."""
-        size = self.size._replace(left=0)
-        buffer = self.buffer(self.bh * size.moments) if buffer is None else buffer
-        return Moments.of(buffer, self.bh, size, self.dtype)
+    def sharing(self, x: Tensor | None) -> int:
+        """Return how many query heads share a head of x."""
+        return 1 if x is None else self.h // x.shape[2]
 
     def sizes(self) -> tuple:
         """Return GEO, N, H, B H, M, G, HT."""
@@ -92,10 +88,9 @@ class Call:
         digits = self.digits if name == "read" else max(self.digits, 1 + self.fine)  # of features or operators
         config = plan.apply_config(self.w, self.q.dtype, name, self.o.normalize, digits)
         parts, chunk = plan.apply_parts(self.programs, self.o.layout.widest, config["BN"])
-        a = alignment(*(x for x in rows if x is not None))
-        steps = [(1, 1, 1) if x is None else strides(x, a) for x in rows]
+        at, a = placed(*rows)
         launch(
-            kernel, self.programs * parts, *pointers, *steps, *self.sizes(), chunk, *last, ALIGN=a,
+            kernel, self.programs * parts, *pointers, *at, *self.sizes(), chunk, *last, ALIGN=a,
             **self.token_flags(), **flags, **config,
         )  # fmt: skip
 
@@ -111,10 +106,10 @@ class Call:
         summed = to
         if parts > 1:
             summed = (self.buffer(parts, sizes[0]), None if to[1] is None else self.buffer(parts, sizes[1]))
-        a = alignment(*rows)
+        at, a = placed(*rows)
         launch(
-            kernel, self.programs * parts * split, *pointers, *summed, *(strides(x, a) for x in rows),
-            *self.sizes(), chunk, *last, ALIGN=a, **{**self.token_flags(), **w._asdict(), **flags}, **config,
+            kernel, self.programs * parts * split, *pointers, *summed, *at, *self.sizes(), chunk, *last, ALIGN=a,
+            **{**self.token_flags(), **w._asdict(), **flags}, **config,
         )  # fmt: skip
         for part, out, size in zip(summed, to, sizes, strict=True):
             if parts > 1 and part is not None and out is not None:
@@ -137,73 +132,44 @@ def anchor_of(call: Call, out: Tensor | None) -> None:
     bn = 32 if call.q.dtype == torch.float32 else 64
     parts, chunk = plan.anchor_parts(call.n, call.bh, bn)
     partial = out if parts == 1 else call.buffer(parts, call.bh, call.dv)
-    a = alignment(call.v)
+    at, a = placed(call.v)
     launch(
         sum_values, call.bh * parts,
-        call.v, call.keep, call.shares, partial, strides(call.v, a), call.n, call.h, call.bh, call.group, chunk,
+        call.v, call.keep, call.shares, partial, *at, call.n, call.h, call.bh, call.group, chunk,
         1.0 / call.n, ALIGN=a, V=call.w.V, BN=bn, num_warps=4, num_stages=3,
     )  # fmt: skip
     if parts > 1:
         add(partial, out, 1, parts, call.bh * call.dv, 32)
 
 
-class Source(NamedTuple):
-    """Factors of `sum_over`: x with features (`group` heads share one) and y; pair: y has features too; ratio: 1 / den
-    and d loss / d den."""
-
-    x: Tensor
-    group: int
-    y: Tensor
-    y_group: int
-    pair: bool = False
-    ratio: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-
-
-def sum_over(call: Call, s: Source, anchor: Tensor | None, to: Sums, local: bool) -> None:
-    """Sum y phi(x)' over every block, and with a vector also phi(x); `local`: times s."""
-    w = call.w if not s.pair else call.w._replace(V=call.w.F)
-    ratio = s.ratio[0] is not None
-    digits = 3 if call.flags["EXACT"] else call.digits * (1 + s.pair)
-    config = plan.reduce_config(w, call.q.dtype, to[1] is not None, ratio, digits)
+def sum_over(
+    call: Call, x: Tensor, y: Tensor, to: Sums, anchor: Tensor | None = None, *, pair: bool = False, local: bool = True,
+    ratio: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> None:  # fmt: skip
+    """Sum y phi(x)' over every block, and with a vector also phi(x). pair: y has features too. local: times s. ratio:
+    1 / den and d loss / d den."""
+    w, norm, divided = call.w._replace(V=call.w.F) if pair else call.w, to[1] is not None, ratio[0] is not None
+    digits = 3 if call.flags["EXACT"] else call.digits * (1 + pair)
+    config = plan.reduce_config(w, call.q.dtype, norm, divided, digits)
     scales, scale = (call.scales, call.scale) if local else (None, 1.0)
     call.sum_rows(
-        reduce_moments, w, config, (s.x, s.y, call.keep, scales, anchor, *s.ratio, *call.angles), to, (s.x, s.y),
-        (scale, s.group, s.y_group), NORM=to[1] is not None, RATIO=ratio, PAIR=s.pair,
+        reduce_moments, w, config, (x, y, call.keep, scales, anchor, *ratio, *call.angles), to, (x, y),
+        (scale, call.sharing(x), call.sharing(y)), NORM=norm, RATIO=divided, PAIR=pair,
         ROWS=plan.rows_at_once(w, call.q.dtype, config),
     )  # fmt: skip
 
 
 def local_moments(call: Call, anchor: Tensor | None, out: Moments) -> None:
     """Compute P' and z (hla2: C' and the sums of phi(q)), and the left factor R' or S of higher orders."""
-    q, k, v, g, hla2 = call.q, call.k, call.v, call.group, call.o.order == "hla2"
-    sum_over(call, Source(q, 1, v, g) if hla2 else Source(k, g, v, g), anchor, out[:2], True)
+    x, y = (call.q, call.k) if call.o.order == "hla2" else (call.k, call.q)
+    sum_over(call, x, call.v, out[:2], anchor)
     if out.left is not None:
-        sum_over(call, Source(k, g, k, g, True) if hla2 else Source(k, g, q, 1, True), None, (out.left, None), True)
-
-
-class Saved(NamedTuple):
-    """Tensors saved for the backward: local and mixed moments and, for the ratio, the anchor [B * H, V] and 1 / den
-    [B * H, N]."""
-
-    local: Moments
-    mixed: Moments
-    anchor: Tensor | None
-    inverses: Tensor | None
-
-    @classmethod
-    def of(cls, call: Call, buffer: Tensor) -> Saved:
-        """Split a buffer of `saved_floats` floats."""
-        one = call.bh * call.size.moments
-        local, mixed = call.moments(buffer), call.moments(buffer[one:])
-        if not call.o.normalize:
-            return cls(local, mixed, None, None)
-        rest = buffer[2 * one :]
-        return cls(local, mixed, rest, rest[call.bh * call.size.anchor :])
+        sum_over(call, call.k, y, (out.left, None), pair=True)
 
 
 def forward_call(call: Call, out: Tensor, buffer: Tensor) -> None:
     """Launch anchor -> reduce -> mix -> (multiply) -> read; the buffer holds the tensors for the backward."""
-    saved = Saved.of(call, buffer)
+    saved = Saved.of(buffer, call.size)
     anchor_of(call, saved.anchor)
     local_moments(call, saved.anchor, saved.local)
     mixed_call(call, out, saved)
@@ -230,7 +196,7 @@ def operator_of(call: Call, x: Moments) -> Operator:
     """Return the mixed moment, or the product of two mixed moments."""
     if x.left is None:
         return Operator(x.matrix, x.vector)
-    room = call.operators()
+    room = call.moments(call.size.operators())
     shift = None if room.vector is None else call.buffer(call.programs * call.dv)
     out = Operator(room.matrix, room.vector, shift)
     product(call, operators, call.w.V.D, x.matrix, x.vector, x.left, *out)
@@ -246,7 +212,7 @@ def product(call: Call, kernel: Any, height: int, *tensors: Tensor | None) -> No
 def backward_call(call: Call, g: Tensor, outs: Grads, buffer: Tensor) -> Tensor:
     """Launch the gradients of operators (with dq in first order) -> of mixed moments -> of local moments (mixing with
     m') -> of tokens; return d mixing."""
-    saved, dy = Saved.of(call, buffer), call.operators()
+    saved, dy = Saved.of(buffer, call.size), call.moments(call.size.operators())
     operator = operator_of(call, saved.mixed)
     totals = query_call(call, g, outs[0], operator, saved, dy)
     return token_grads_call(call, g, outs, operator, saved, dy, totals)
@@ -256,10 +222,10 @@ def token_grads_call(
     call: Call, g: Tensor, outs: Grads, y: Operator, saved: Saved, d_operator: Moments, totals: Tensor | None
 ) -> Tensor:
     """Compute dk and dv, and dq of a higher order, from the gradients of the operators; return d mixing."""
-    dk, dv = head_grads(call, outs)
-    dx, dy, order = call.moments(), d_operator, call.o.order
+    dk, dv = head_grads(call.q, outs[1:], call.keep)
+    dx, dy, order = call.moments(call.size), d_operator, call.o.order
     if order != "la":
-        dy = call.moments()
+        dy = call.moments(call.size)
         given = (*saved.mixed, d_operator.matrix, d_operator.vector, y.shift)
         product(call, right_grads, call.w.V.D, *given, dy.matrix, dy.vector)
         product(call, left_grads, call.w.F.D, *given, dy.left)
@@ -269,30 +235,15 @@ def token_grads_call(
         other = call.v if order == "hla2" else call.k
         given = (g, other, outs[0], saved.inverses, totals, *shared, y.matrix, y.vector, *dx)
         call.write_rows(query_products, "products", given, (g, other, outs[0]), (call.scale,), ORDER=order)
-    q, k, v, n = call.q, call.k, call.v, call.group
-    sources = {"la": (None, k, v, 1, n), "ahla": (q, k, v, 1, n), "hla2": (k, q, None, n, 1)}
+    q, k, v = call.q, call.k, call.v
+    sources = {"la": (None, k, v), "ahla": (q, k, v), "hla2": (k, q, None)}
+    left, right, _ = sources[order]
     for to in ((None, dv), (dk, None)) if order != "la" and plan.apart(call.w, call.digits) else ((dk, dv),):
-        rows, last = (*sources[order][:3], *to), (call.scale, *sources[order][3:])
+        rows, last = (*sources[order], *to), (call.scale, call.sharing(left), call.sharing(right))
         name, flags = "key" if order == "la" else "products", {"BOTH": order == "hla2", "FINE": call.fine}
         call.write_rows(token_grads, name, (*rows, *shared, *dx), rows, last, **flags)
-    sum_heads(call, (dk, dv), outs)
+    sum_heads((dk, dv), outs[1:])
     return dm
-
-
-def head_grads(call: Call, outs: Grads) -> tuple[Tensor, Tensor]:
-    """Return dk and dv, or buffers for them per query head; padded tokens are not written."""
-    if call.group == 1:
-        return outs[1:]
-    new = torch.empty if call.keep is None else torch.zeros
-    k, v = (new((call.b, call.n, call.h, w), dtype=torch.float32, device=call.q.device) for w in (call.d, call.dv))
-    return k, v
-
-
-def sum_heads(call: Call, grads: tuple[Tensor, Tensor], outs: Grads) -> None:
-    """Add the gradients of `head_grads` over each group of query heads."""
-    if call.group > 1:
-        for x, out in zip(grads, outs[1:], strict=True):
-            group_sum(x, out, call.group)
 
 
 def query_call(call: Call, g: Tensor, to: Tensor, y: Operator, saved: Saved, dy: Moments) -> Tensor | None:
@@ -313,5 +264,5 @@ def query_call(call: Call, g: Tensor, to: Tensor, y: Operator, saved: Saved, dy:
         ratio = (saved.inverses, totals)
         given = (call.q, g, dq, *ratio, *moments, None, None)
         call.write_rows(query_grads, "rows", given, rows, (call.o.eps,), FINE=call.fine, SPLIT=1)
-    sum_over(call, Source(call.q, 1, g, 1, ratio=ratio), None, dy[:2], False)
+    sum_over(call, call.q, g, dy[:2], local=False, ratio=ratio)
     return totals

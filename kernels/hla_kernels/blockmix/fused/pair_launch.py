@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ...dispatch.recording import launch
-from ...hla.fused.spec import Width, alignment, strides
-from .launch import Call, Grads, head_grads, sum_heads
+from ...hla.fused.launch import head_grads, sum_heads
+from ...hla.fused.spec import Width, padded, placed
+from .launch import Call, Grads
 from .mixing import sum_of_mixing
 from .pairs import pair_keys, pair_queries, spread
-from .spec import padded
 
 
 class Pairs:
@@ -37,13 +37,13 @@ class Pairs:
 
     def queries(self, tokens: tuple[Tensor, Tensor, Tensor], out: Tensor, saved: tuple, back: bool) -> None:
         """Launch `pair_queries`; saved: O32, F, DELTA."""
-        call, a = self.call, alignment(*tokens, out)
+        call, (at, a) = self.call, placed(*tokens, out)
         d, v = (self.v, self.d) if back else (self.d, self.v)
         launch(
             pair_queries, (-(-call.n // 64), call.bh),
             *tokens, self.e, self.columns, call.keep, call.scales, out, *saved,
-            *(strides(x, a) for x in (*tokens, out)), call.n, call.h, call.group, self.step, call.scale, call.o.eps,
-            NORM=call.o.normalize, BACK=back, ALIGN=a, X=d, Z=v, **self.options(),
+            *at, call.n, call.h, call.group, self.step, call.scale, call.o.eps, NORM=call.o.normalize, BACK=back,
+            ALIGN=a, X=d, Z=v, **self.options(),
         )  # fmt: skip
 
 
@@ -63,17 +63,17 @@ def forward_call(call: Call, out: Tensor, saved: Tensor) -> None:
 
 def backward_call(call: Call, g: Tensor, outs: Grads, saved: Tensor) -> Tensor:
     """Write dq, dk, dv into `outs` and return d mixing."""
-    pairs, (out, f), (dk, dv) = Pairs(call), saved_of(call, saved), head_grads(call, outs)
+    pairs, (out, f), (dk, dv) = Pairs(call), saved_of(call, saved), head_grads(call.q, outs[1:], call.keep)
     delta = None if f is None else call.buffer(call.bh, call.n)
     pairs.queries((g, call.v, call.k), outs[0], (out, f, delta), True)
     rows, more = (call.q, call.k, call.v, g, dk, dv), pairs.options(True)
-    tiles, a = -(-call.n // more["BK"]), alignment(*rows)
+    tiles, (at, a) = -(-call.n // more["BK"]), placed(*rows)
     parts = call.buffer(call.bh * tiles, call.m, call.m)
     launch(
         pair_keys, (tiles, call.bh),
         *rows[:4], pairs.e, pairs.columns, call.keep, call.scales, f, delta, dk, dv, parts,
-        *(strides(x, a) for x in rows), call.n, call.h, call.bh, call.m, call.group, pairs.step, call.scale, ALIGN=a,
-        D=pairs.d, V=pairs.v, **more,
+        *at, call.n, call.h, call.bh, call.m, call.group, pairs.step, call.scale, ALIGN=a, D=pairs.d, V=pairs.v,
+        **more,
     )  # fmt: skip
-    sum_heads(call, (dk, dv), outs)
+    sum_heads((dk, dv), outs[1:])
     return sum_of_mixing(call, parts, tiles)

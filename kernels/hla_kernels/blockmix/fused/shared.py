@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from ...dispatch.operator import like
 from ..options import BlockOptions
 from . import launch
-from .launch import Call, Saved
-from .spec import Moments, Sizes, moments_dtype
+from .launch import Call
+from .spec import Moments, Saved, Sizes
 
 
 class Shared(NamedTuple):
-    """A call between the sums; options with a scale. share: [M, 3] of `geometry`. anchor: for a ratio the mean of v
-    over all tokens [B * H, Dv]. Stages share a buffer, see `launch.Saved`."""
+    """A call between the sums; options with a scale. share: [M, 3] of `geometry`. Stages share a buffer, which holds
+    `Saved`; for a ratio its anchor is the mean of v over all tokens."""
 
     q: Tensor
     k: Tensor
@@ -31,56 +31,41 @@ class Shared(NamedTuple):
     cos: Tensor | None
     sin: Tensor | None
     share: Tensor
-    anchor: Tensor | None
 
     def call(self) -> Call:
         """Return the sizes of the launches."""
         rotary = None if self.cos is None or self.sin is None else (self.cos, self.sin)
         return Call(*self[:5], None, rotary, self.share)
 
-    def size(self) -> tuple[int, Sizes, torch.dtype]:
-        """Return heads of the batch, the floats per head in the buffer, and the dtype of moments."""
-        (b, n, h, d), dtype = self.q.shape, moments_dtype(self.q.dtype, self.options, self.cos is not None)
-        return b * h, Sizes.of(self.options, n, d, self.v.shape[3], dtype), dtype
+    def size(self) -> Sizes:
+        """Return the floats in the buffer."""
+        return Sizes.of(self.q, self.v, self.options, self.cos is not None)
 
-    def moments(self, buffer: Tensor, operators: bool = False) -> Moments:
-        """View a buffer as moments, or as operators or their gradients."""
-        heads, size, dtype = self.size()
-        return Moments.of(buffer, heads, size._replace(left=0) if operators else size, dtype)
-
-    def local(self, saved: Tensor) -> tuple[()]:
+    def local(self, buffer: Tensor) -> tuple[()]:
         """Compute the moments of this device."""
-        call = self.call()
-        launch.local_moments(call, self.anchor, call.moments(saved))
+        saved = Saved.of(buffer, self.size())
+        launch.local_moments(self.call(), saved.anchor, saved.local)
         return ()
 
-    def outputs(self, saved: Tensor, o: Tensor) -> tuple[()]:
+    def outputs(self, buffer: Tensor, o: Tensor) -> tuple[()]:
         """Compute o, the mixed moments and 1 / den."""
-        call = self.call()
-        launch.mixed_call(call, o, self._saved(call, saved))
+        launch.mixed_call(self.call(), o, Saved.of(buffer, self.size()))
         return ()
 
     def operator_grads(self, g: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of the operators, dq (done in first order), and d loss / d den."""
-        call = self.call()
-        saved = self._saved(call, buffer)
-        dq = torch.empty_like(self.q, memory_format=torch.contiguous_format)
-        dy = call.buffer(call.bh * call.size._replace(left=0).moments)
-        operator = launch.operator_of(call, saved.mixed)
-        totals = launch.query_call(call, g, dq, operator, saved, call.operators(dy))
+        call, (dq,) = self.call(), like(self.q)
+        saved, size = Saved.of(buffer, call.size), call.size.operators()
+        dy, operator = call.buffer(size.moments), launch.operator_of(call, saved.mixed)
+        totals = launch.query_call(call, g, dq, operator, saved, Moments.of(dy, size))
         return dy, dq, call.buffer(0) if totals is None else totals
 
     def token_grads(
         self, g: Tensor, buffer: Tensor, dy: Tensor, dq: Tensor, totals: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dk, dv and d mixing, and fill dq."""
-        call = self.call()
-        saved = self._saved(call, buffer)
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
+        call, (dk, dv) = self.call(), like(self.k, self.v)
+        saved, grads = Saved.of(buffer, call.size), Moments.of(dy, call.size.operators())
         operator = launch.operator_of(call, saved.mixed)
         ratio = totals if self.options.normalize else None
-        dm = launch.token_grads_call(call, g, (dq, dk, dv), operator, saved, call.operators(dy), ratio)
-        return dk, dv, dm
-
-    def _saved(self, call: Call, buffer: Tensor) -> Saved:
-        return Saved.of(call, buffer)._replace(anchor=self.anchor)
+        return dk, dv, launch.token_grads_call(call, g, (dq, dk, dv), operator, saved, grads, ratio)

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...hla.fused.spec import DTYPES, MAX_D, MIN_D
+from ...hla.fused.spec import DTYPES, MAX_D, MIN_D, padded
 from ..layout import Layout
 from ..options import BlockOptions
 
+Size = int | torch.SymInt
 MAX_BLOCKS = 1024
 # limits of `by_pairs`. On an H200, 256 tokens in 16 blocks with 64 channels took 0.4 of the time of moments by pairs
 PAIR_BLOCKS, PAIR_RATE = 128, 150
@@ -44,11 +45,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) ->
         if x.stride(3) != 1:
             return f"the last dimension of {name} is not contiguous"
     return None
-
-
-def padded(n: int) -> int:
-    """Return the size of an axis of a tile, a power of two."""
-    return max(16, 1 << (n - 1).bit_length())
 
 
 def by_pairs(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> bool:
@@ -97,33 +93,38 @@ def moment_precisions(dtype: torch.dtype, o: BlockOptions) -> tuple[str, str]:
 
 
 class Sizes(NamedTuple):
-    """Floats per (batch, head) in a buffer of moments: per block a matrix, a vector (for the ratio) and the left factor
-    of a higher order; the anchor; and 1 / den per token."""
+    """Floats in a buffer of moments: per block and head a matrix, a vector (for the ratio) and the left factor of a
+    higher order; the anchor; and 1 / den per token. dtype: of the matrices."""
 
-    matrix: int
-    vector: int
-    left: int
-    anchor: int
-    inverses: int | torch.SymInt
+    matrix: Size
+    vector: Size
+    left: Size
+    anchor: Size
+    inverses: Size
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, o: BlockOptions, n: int | torch.SymInt, d: int, dv: int, dtype: torch.dtype) -> Sizes:
-        """Return the sizes, multiples of 16 bytes; dtype: of the moments."""
-        m, size = o.layout.n_blocks, dtype.itemsize
-        vectors, lefts = o.normalize * 1, (o.order != "la") * 1
-        tokens = n if o.normalize else 0
-        return cls(
-            -(-m * d * dv * size // 16) * 4, -(-m * d // 4) * 4 * vectors, -(-m * d * d // 4) * 4 * lefts,
-            -(-dv // 4) * 4 * vectors, tokens,
+    def of(cls, q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> Sizes:
+        """Return the sizes, multiples of 16 bytes per head."""
+        (b, n, h, d), dv, m = q.shape, v.shape[3], o.layout.n_blocks
+        dtype, vectors, lefts = moments_dtype(q.dtype, o, turned), int(o.normalize), int(o.order != "la")
+        floats = (
+            -(-m * d * dv * dtype.itemsize // 16) * 4, -(-m * d // 4) * 4 * vectors, -(-m * d * d // 4) * 4 * lefts,
+            -(-dv // 4) * 4 * vectors, n * vectors,
         )  # fmt: skip
+        return cls(*(b * h * x for x in floats), dtype)
+
+    def operators(self) -> Sizes:
+        """Return the sizes of operators and their gradients, which have no left factors."""
+        return self._replace(left=0)
 
     @property
-    def moments(self) -> int:
+    def moments(self) -> Size:
         """Return the floats of one set of moments."""
         return self.matrix + self.vector + self.left
 
     @property
-    def saved(self) -> int | torch.SymInt:
+    def saved(self) -> Size:
         """Return the floats of local and mixed moments, the anchor and 1 / den."""
         return 2 * self.moments + self.anchor + self.inverses
 
@@ -137,12 +138,29 @@ class Moments(NamedTuple):
     left: Tensor | None
 
     @classmethod
-    def of(cls, buffer: Tensor, heads: int, size: Sizes, dtype: torch.dtype) -> Moments:
-        """View the first `heads * size.moments` floats of a buffer as moments."""
-        matrix, vector, left = buffer[: heads * size.moments].split([heads * x for x in size[:3]])
-        return cls(matrix.view(dtype), vector if size.vector else None, left if size.left else None)
+    def of(cls, buffer: Tensor, size: Sizes) -> Moments:
+        """View the first `size.moments` floats of a buffer as moments."""
+        matrix, vector, left = buffer[: size.moments].split(size[:3])
+        return cls(matrix.view(size.dtype), vector if size.vector else None, left if size.left else None)
 
     def columns(self, d: int, dv: int) -> list[tuple[Tensor, int]]:
         """Return each tensor with its number of values per block and head."""
         sizes = zip(self, (d * dv, d, d * d), strict=True)
         return [(x, c) for x, c in sizes if x is not None]
+
+
+class Saved(NamedTuple):
+    """Tensors saved for the backward: local and mixed moments and, for the ratio, the anchor [B * H, V] and 1 / den
+    [B * H, N]."""
+
+    local: Moments
+    mixed: Moments
+    anchor: Tensor | None
+    inverses: Tensor | None
+
+    @classmethod
+    def of(cls, buffer: Tensor, size: Sizes) -> Saved:
+        """View a buffer of `size.saved` floats."""
+        local, mixed, *ratio = buffer.split([size.moments, size.moments, size.anchor, size.inverses])
+        anchor, inverses = ratio if size.vector else (None, None)
+        return cls(Moments.of(local, size), Moments.of(mixed, size), anchor, inverses)

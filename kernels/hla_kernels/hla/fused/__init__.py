@@ -144,15 +144,8 @@ def backward(
     saved, features = mapped.split(spec.feature_map, saved, q, k)
     call = launch.Call(spec, *features, v, coefficients, seqs)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
-    full = outs
-    if call.g > 1:  # gradients per query head, then summed over groups
-        dk, dv = (call.buffer(*q.shape[:3], x.shape[3], dtype=torch.float32) for x in outs[1:])
-        if seqs.mask is not None:
-            dk.zero_(), dv.zero_()
-        full = (outs[0], dk, dv)
-    dc = PATHS[path].backward(call, grad, full, saved)
-    if call.g > 1:
-        for x, out in zip(full[1:], outs[1:], strict=True):
-            launch.group_sum(x, out, call.g)
+    keys = launch.head_grads(q, outs[1:], seqs.mask)
+    dc = PATHS[path].backward(call, grad, (outs[0], *keys), saved)
+    launch.sum_heads(keys, outs[1:])
     mapped.gradients(spec.feature_map, q, k, outs[:2], outs[:2])
     return None if dc is None else launch.coefficients_grad(call, dc)

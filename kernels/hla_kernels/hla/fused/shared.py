@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...dispatch.operator import like
 from ...sequences import Sequences
 from . import launch, plan
 from .launch.call import Call, Saved
@@ -87,10 +88,8 @@ class Shared(NamedTuple):
         """Return dk, dv and d coefficients of all tokens (empty if there are none) and fill dq."""
         call, dc = self.call(), None
         saved = Saved.of(buffer, call)
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.k, self.v))
-        keys = (dk, dv)
-        if call.g > 1:  # gradients per query head, then summed over groups
-            keys = (call.buffer(*self.q.shape[:3], dk.shape[3]), call.buffer(*self.q.shape[:3], dv.shape[3]))
+        dk, dv = like(self.k, self.v)
+        keys = launch.head_grads(self.q, (dk, dv), None)
         if not self.spec.alone(self.q.dtype):
             weights, rows, dc = launch.middle_grads(call, grads, saved)
             if call.most > 0:
@@ -98,7 +97,6 @@ class Shared(NamedTuple):
                 launch.apply_grads_call(call, g, (dq, *keys), saved, of, weights, rows, False)
         elif call.most > 0:
             launch.first_key_call(call, (dq, *keys), saved, grads)
-        if call.g > 1 and call.most > 0:
-            for x, out in zip(keys, (dk, dv), strict=True):
-                launch.group_sum(x, out, call.g)
+        if call.most > 0:
+            launch.sum_heads(keys, (dk, dv))
         return dk, dv, call.buffer(0) if dc is None else launch.coefficients_grad(call, dc)

@@ -98,14 +98,19 @@ def operator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def padded(d: int) -> int:
+    """Return the size of an axis of a tile, a power of two."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
 def split_width(d: int) -> tuple[int, int]:
     """D = D1 + D2 with both powers of two (D2 = 0 or >= 16), the least padded columns: 72 = 64 + 16, 96 = 64 + 32, 112
     -> 128."""
-    whole = 1 << max(4, (d - 1).bit_length())
+    whole = padded(d)
     half = whole // 2
     if half < 32 or d <= half:
         return whole, 0
-    rest = 1 << max(4, (d - half - 1).bit_length())
+    rest = padded(d - half)
     return (half, rest) if rest < half else (whole, 0)
 
 
@@ -203,3 +208,9 @@ def strides(x: Tensor, units: int) -> tuple[int, int, int]:
     """Return the (batch, token, head) strides in `units` elements. Batch and head strides are given as 2 s + 1, since
     Triton would recompile for multiples of 16 in a tuple."""
     return 2 * (x.stride(0) // units) + 1, x.stride(1) // units, 2 * (x.stride(2) // units) + 1
+
+
+def placed(*tensors: Tensor | None) -> tuple[tuple[tuple[int, int, int], ...], int]:
+    """Return the strides of each tensor (ones for None) in units of the common alignment, and the alignment."""
+    a = alignment(*(x for x in tensors if x is not None))
+    return tuple((1, 1, 1) if x is None else strides(x, a) for x in tensors), a

@@ -15,8 +15,9 @@ import triton
 from torch import Tensor
 
 from ...dispatch.recording import launch
+from ..fused.spec import padded
 from .kernels import carry, outputs, states
-from .plan import CHUNK, REST, in_tf32, padded, plan, together, warps
+from .plan import CHUNK, REST, in_tf32, plan, together, warps
 
 
 class Tokens(NamedTuple):

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..fused.spec import padded
+
 CHUNK = 64  # tokens per tile
-LEAST = 16  # minimum size of an axis in a product
 PROGRAMS = 396  # programs of a launch, at least: three per multiprocessor of an H100
 REST = torch.bfloat16  # dtype of rounding errors of outputs: with them, an output of 16 bits has 16 or more
 SEGMENT = 8  # chunks of the shortest segment of a divided sequence
@@ -25,11 +26,6 @@ class Plan(NamedTuple):
 def in_tf32(dtype: torch.dtype) -> bool:
     """Whether products of tokens of a dtype are in TF32."""
     return dtype == torch.float32
-
-
-def padded(d: int) -> int:
-    """Return the channels of a tile, a power of two."""
-    return max(LEAST, 1 << (d - 1).bit_length())
 
 
 def plan(heads: int, n: int, width: int, frame: int, many: bool) -> Plan:

@@ -13,9 +13,9 @@ from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
 from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
 from ..plan import paths
-from ..spec import ORDERS, operator_dtype
+from ..spec import ORDERS, operator_dtype, padded, placed
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
-from .call import BLOCK, Call, Outs, Saved, pad, placed, unfused
+from .call import BLOCK, Call, Outs, Pair, Saved, unfused
 
 
 def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
@@ -150,7 +150,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
 def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return weights [B * H, KW], rows [B * H, 2 F + V] and parts [B, H, blocks, 4] of d coefficients."""
     lay, sizes = call.lay, call.middle_sizes("middle_grads")
-    weights = call.buffer(call.bh, lay.KW, dtype=call.weights_dtype)
+    weights = call.buffer(call.bh, lay.KW, dtype=operator_dtype(call.q.dtype))
     rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
     common = {**sizes, "TURNED": call.turned}
     scalars = (call.n, call.h, call.scale)
@@ -280,8 +280,20 @@ def coefficients_grad(call: Call, parts: Tensor) -> Tensor:
     return out
 
 
-def group_sum(x: Tensor, out: Tensor, group: int) -> None:
-    """Compute out [B, N, Hk, W], the sum over each group of x [B, N, Hk * G, W]; both contiguous."""
-    width, block = x.shape[-1], 32
-    rows = out.numel() // width
-    launch(sum_groups, -(-rows // block), x, out, rows, group, W=width, WP=pad(width), BLOCK=block)
+def head_grads(q: Tensor, keys: Pair, mask: Tensor | None) -> Pair:
+    """Return dk and dv [B, N, Hk, W], or where query heads share keys, float32 buffers for them per query head; padded
+    tokens are not written."""
+    if q.shape[2] == keys[0].shape[2]:
+        return keys
+    new = torch.empty if mask is None else torch.zeros
+    dk, dv = (new((*q.shape[:3], x.shape[3]), dtype=torch.float32, device=q.device) for x in keys)
+    return dk, dv
+
+
+def sum_heads(grads: Pair, keys: Pair) -> None:
+    """Add buffers of `head_grads` over each group of query heads; all are contiguous."""
+    for x, out in zip(grads, keys, strict=True):
+        if x is not out:
+            width, block, rows = out.shape[3], 32, out.numel() // out.shape[3]
+            group = x.shape[2] // out.shape[2]
+            launch(sum_groups, -(-rows // block), x, out, rows, group, W=width, WP=padded(width), BLOCK=block)

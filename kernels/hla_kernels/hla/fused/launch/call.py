@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ....sequences import WHOLE, Sequences
 from .. import plan
-from ..spec import Spec, Widths, alignment, layout, operator_dtype, strides
+from ..spec import Spec, Widths, layout, operator_dtype
 
 BLOCK = 1024
 Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
+Pair = tuple[Tensor, Tensor]  # dk and dv
 
 
 class Saved(NamedTuple):
@@ -30,11 +31,6 @@ class Saved(NamedTuple):
         return cls(buffer[start : start + call.bh * lay.K].view(call.bh, lay.K), matrix.view(call.bh, lay.fd, lay.dv))
 
 
-def pad(d: int) -> int:
-    """Return the next power of two, at least 16."""
-    return max(16, 1 << (d - 1).bit_length())
-
-
 def unfused(call: Call) -> dict[str, bool]:
     """Return the launch options of kernels that compute the anchor: without fused multiply-adds, which would round
     differently in the threads that share a sum and all write it."""
@@ -50,7 +46,7 @@ class Call:
         self.b, self.most, self.h = seqs.sizes(q)
         if q.dtype == torch.float16:
             spec = spec.in_range(self.most)
-        self.spec, self.q, self.k, self.v, self.coefficients, self.seqs = spec, q, k, v, coefficients, seqs
+        self.spec, self.q, self.k, self.v, self.coefficients = spec, q, k, v, coefficients
         # tokens of the longest sequence and what `loops.span` reads of the others; a float, because Triton compiles
         # anew for integers in tuples that are 1 or multiples of 16
         self.n = (float(self.most), *seqs.tables(self.h, spec.scale, spec.q_scale, spec.of_differences))
@@ -60,15 +56,9 @@ class Call:
         self.flags = spec.flags()
         self.prec = plan.precisions(spec, self.w, q.dtype, self.most, self.planned)
         self.scale = spec.scale_of(self.most)
-        # float16 weights are cast where they are used, in units of a power of two
-        self.weights_dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
         self.lay = layout(spec, self.w)
         # products with C read dM along V, the others dM' along F
         self.turned = spec.op in ("hla2", "polynomial")
-
-    def own(self) -> bool:
-        """Whether every token is real and every head has its own keys."""
-        return self.seqs.mask is None and self.seqs.cu_seqlens is None and self.g == 1
 
     def pick(self, *names: str) -> dict:
         """Return some of the flags."""
@@ -91,9 +81,3 @@ class Call:
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor on the device of the call."""
         return torch.empty(shape, dtype=dtype, device=self.q.device)
-
-
-def placed(*tensors: Tensor | None) -> tuple[tuple[tuple[int, int, int], ...], int]:
-    """Return the strides of each tensor (zeros for None) in units of the common alignment, and the alignment."""
-    a = alignment(*(x for x in tensors if x is not None))
-    return tuple((0, 0, 0) if x is None else strides(x, a) for x in tensors), a

@@ -10,8 +10,9 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ..heads.summed import summed_forward, summed_middle
 from ..plan import sums
+from ..spec import operator_dtype, placed
 from . import apply_grads_call, readout_grad
-from .call import Call, Outs, Saved, placed
+from .call import Call, Outs, Saved
 
 
 class Kept(NamedTuple):
@@ -66,7 +67,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     call.lay, call.turned = call.lay.vectors(), False
     of, ratio = Saved(kept.vectors, kept.matrix), call.ratio()
     grads = readout_grad(call, g, of, ratio)
-    weights = call.buffer(call.bh, call.lay.KW, dtype=call.weights_dtype)
+    weights = call.buffer(call.bh, call.lay.KW, dtype=operator_dtype(call.q.dtype))
     rows = call.buffer(call.bh, 3 * call.lay.fd)
     room = call.buffer(call.bh, 3, call.w.F.padded**2, dtype=torch.float16)
     launch(
