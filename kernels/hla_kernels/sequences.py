@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,14 +30,12 @@ class Sequences(NamedTuple):
             return q.shape[0], q.shape[1], q.shape[2]
         return self.cu_seqlens.shape[0] - 1, self.max_seqlen, q.shape[2]
 
-    def tables(
-        self, heads: int, scale: float | None, q_scale: float, of_differences: bool = False
-    ) -> tuple[Tensor | None, ...]:
+    def tables(self, heads: int, scales: Callable[[Tensor], Tensor]) -> tuple[Tensor | None, ...]:
         """Return the tables that kernels read, None for those that do not apply.
 
         Packed sequences: (first token, length) [S, 2] int64. Mask or packed: (number of real tokens, scale of a
-        moment) [B * H, 2] float32. Mask: which tokens are real [B, N] uint8. of_differences: moments of a single token
-        are zero.
+        moment) [B * H, 2] float32. Mask: which tokens are real [B, N] uint8. scales: returns the scales for numbers of
+        tokens.
         """
         if self.told is not None:
             return self.told
@@ -51,9 +50,7 @@ class Sequences(NamedTuple):
             keep = self.mask.contiguous().view(torch.uint8)
             lengths = keep.sum(1)
         n = lengths.clamp(min=1).float()
-        s = q_scale / n if scale is None else torch.full_like(n, scale)
-        s = s * (n > 1) if of_differences else s
-        return spans, torch.stack([n, s], 1)[:, None].repeat(1, heads, 1), keep
+        return spans, torch.stack([n, scales(n)], 1)[:, None].repeat(1, heads, 1), keep
 
     def padded(self, *tokens: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Return tokens [B, N, ...], packed ones as [S, rows, ...] with rows for the longest sequence, and the mask of

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ..dispatch.recording import launch
-
-PROGRAMS = 4 * 132  # programs of the backward, each of which sums the weight gradient over some tokens
 
 
 @triton.jit
@@ -75,48 +69,3 @@ def norm_grads(
         out = (tg - t * (tl.sum(tg * t, 0) / C)) * inverse
         tl.store(dx + at * C + c, out.to(dx.dtype.element_ty), mask=c < C)
     tl.store(parts + pid * C + c, acc, mask=c < C)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """Reshape x to [tokens, C] with contiguous channels."""
-    x = x.flatten(0, -2)
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def config(x: Tensor, relu: bool, cos: Tensor | None) -> dict[str, int]:
-    """Return the sequence length, the constants of relu and rotation, the number of channels and the tile size that
-    holds them."""
-    n, c = x.shape[-2:]
-    width, half = triton.next_power_of_2(c), 1 if cos is None else cos.shape[1]
-    return {"N": n, "RELU": relu, "HALF": half, "C": c, "BC": width, "num_warps": min(8, max(1, width // 256))}
-
-
-def forward(
-    x: Tensor, weight: Tensor, eps: float, relu: bool, cos: Tensor | None, sin: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (y, r)."""
-    rows, y = rows_of(x), torch.empty_like(x, memory_format=torch.contiguous_format)
-    inverses = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
-    if rows.shape[0]:
-        launch(
-            norm_rows, rows.shape[0],
-            rows, weight.contiguous(), cos, sin, y, inverses, rows.stride(0), eps, **config(x, relu, cos),
-        )  # fmt: skip
-    return y, inverses
-
-
-def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverses: Tensor, relu: bool, cos: Tensor | None, sin: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (dx, dw)."""
-    rows, g, dx = rows_of(x), rows_of(grad), torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not rows.shape[0]:
-        return dx, torch.zeros_like(weight)
-    programs = min(rows.shape[0], PROGRAMS)
-    parts = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
-    launch(
-        norm_grads, programs,
-        g, rows, weight.contiguous(), cos, sin, inverses, dx, parts, rows.shape[0], g.stride(0), rows.stride(0),
-        **config(x, relu, cos),
-    )  # fmt: skip
-    return dx, parts.sum(0).to(weight.dtype)

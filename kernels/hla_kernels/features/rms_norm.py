@@ -12,16 +12,16 @@ rounded once; backward dy = R' df where y > 0, then as above.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch.operator import like, saved_op
+from ..dispatch.recording import launch
 from ..dispatch.verify import HAS_TRITON
 
 MAX_CHANNELS = 8192
+PROGRAMS = 4 * 132  # programs of the backward, each of which sums the weight gradient over some tokens
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,22 +56,53 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (y, r). y: normalized x, with relu and rotation by float32 tables [N, D / 2] if given. r: float32
     [tokens]."""
-    from .fused import forward
+    from .fused import norm_rows
 
-    return forward(x, weight, eps, relu, cos, sin)
+    rows, (y, inverses) = _rows(x), _outputs(x)
+    if rows.shape[0]:
+        launch(
+            norm_rows, rows.shape[0],
+            rows, weight.contiguous(), cos, sin, y, inverses, rows.stride(0), eps, **_config(x, relu, cos),
+        )  # fmt: skip
+    return y, inverses
 
 
-def _outputs(x: Tensor, *_: object) -> tuple[Tensor, ...]:
-    return *like(x), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+def _rows(x: Tensor) -> Tensor:
+    """Reshape x to [tokens, C] with contiguous channels."""
+    x = x.flatten(0, -2)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _config(x: Tensor, relu: bool, cos: Tensor | None) -> dict[str, int]:
+    """Return the sequence length, the constants of relu and rotation, the number of channels and the tile size that
+    holds them."""
+    n, c = x.shape[-2:]
+    width, half = 1 << (c - 1).bit_length(), 1 if cos is None else cos.shape[1]
+    return {"N": n, "RELU": relu, "HALF": half, "C": c, "BC": width, "num_warps": min(8, max(1, width // 256))}
+
+
+def _outputs(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return like(x)[0], x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
 
 
 def _backward(
-    grads: list[Tensor], saved: list[Tensor], x: Tensor, weight: Tensor, _: float, *preparation: Any
-) -> tuple[Tensor, Tensor]:
+    grads: list[Tensor], saved: list[Tensor], x: Tensor, weight: Tensor, _: float, relu: bool, cos: Tensor | None,
+    sin: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (dx, dw)."""
-    from .fused import backward
+    from .fused import norm_grads
 
-    return backward(grads[0], x, weight, saved[0], *preparation)
+    rows, g, (dx,) = _rows(x), _rows(grads[0]), like(x)
+    if not rows.shape[0]:
+        return dx, torch.zeros_like(weight)
+    programs = min(rows.shape[0], PROGRAMS)
+    parts = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    launch(
+        norm_grads, programs,
+        g, rows, weight.contiguous(), cos, sin, saved[0], dx, parts, rows.shape[0], g.stride(0), rows.stride(0),
+        **_config(x, relu, cos),
+    )  # fmt: skip
+    return dx, parts.sum(0).to(weight.dtype)
 
 
 rms_norm_op, _ = saved_op("rms_norm", _forward, _outputs, _backward, count=2)

@@ -254,7 +254,7 @@ def query_call(call: Call, g: Tensor, to: Tensor, y: Operator, saved: Saved, dy:
     moments = (call.keep, saved.anchor, y.shift, *call.angles, y.matrix, y.vector)
     if dq is not None and plan.one_pass(call.w, call.o.normalize, call.q.dtype, call.digits):
         # a rotation of channels (i, i + D / 2) needs both halves of the channels
-        w, config = plan.query_config(call.w, call.q.dtype, call.o.normalize, call.digits, call.flags["TURN"] > 1)
+        w, config = plan.query_config(call.w, call.q.dtype, call.digits, call.flags["TURN"] > 1)
         given = (call.q, g, dq, saved.inverses, None, *moments)
         call.sum_rows(query_grads, w, config, given, dy[:2], rows, (call.o.eps,), FINE=call.fine)
         return None

@@ -11,52 +11,25 @@ from ...hla.fused.plan import PROGRAMS
 from ...hla.fused.spec import Widths, split_width
 
 Config = dict[str, int]
-# 16-bit tokens on an H200, by the columns of the wider tile: tokens per tile, warps, stages and, if limited, registers
-# per thread. _norm: with a ratio, _ratio: its gradients, _two: features in two digits, products: two matrices per
-# token; what has no entry is as without its ending
-TABLE: dict[int, dict[str, tuple[int, ...]]] = {
-    64: {
-        "reduce": (32, 4, 3),
-        "query": (64, 4, 1),
-        "query_two": (64, 4, 2),
-        "read": (64, 4, 2),
-        "rows": (64, 4, 2),
-        "key": (64, 4, 1),
-        "key_norm": (64, 4, 2),
-        "key_two": (64, 4, 2),
-        "products": (64, 4, 2),
-    },
-    80: {
-        "reduce": (64, 8, 3),
-        "reduce_ratio": (32, 8, 3),
-        "reduce_two": (32, 8, 3),
-        "query": (64, 4, 2),
-        "read": (64, 4, 2),
-        "read_two": (64, 8, 2),
-        "read_norm_two": (64, 8, 2),
-        "rows": (64, 4, 2),
-        "rows_two": (64, 8, 2),
-        "key": (64, 4, 2),
-        "key_two": (64, 8, 2),
-        "products": (64, 8, 1),
-    },
-    128: {
-        "reduce": (32, 4, 4),
-        "reduce_norm": (64, 4, 3),
-        "reduce_ratio": (32, 4, 3),
-        "reduce_two": (32, 4, 3),
-        "query": (64, 4, 3),
-        "query_two": (64, 4, 2),
-        "read": (64, 8, 3),
-        "read_norm": (64, 4, 2, 168),
-        "read_two": (64, 4, 1),
-        "read_norm_two": (64, 8, 2),
-        "rows": (64, 4, 2),
-        "rows_two": (64, 8, 2),
-        "key": (64, 4, 2),
-        "key_two": (64, 8, 3),
-        "products": (64, 8, 1),
-    },
+COLUMNS = (64, 80, 128)  # of the wider tile, at most
+# 16-bit tokens on an H200, for these columns: tokens per tile, warps, stages and, if limited, registers per thread.
+# _norm: with a ratio, _two: features in two digits (or gradients of a ratio), products: two matrices per token
+TABLE: dict[str, tuple[tuple[int, ...], ...]] = {
+    "reduce": ((32, 4, 3), (64, 8, 3), (32, 4, 4)),
+    "reduce_norm": ((32, 4, 3), (64, 8, 3), (64, 4, 3)),
+    "reduce_two": ((32, 4, 3), (32, 8, 3), (32, 4, 3)),
+    "query": ((64, 4, 1), (64, 4, 2), (64, 4, 3)),
+    "query_two": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
+    "read": ((64, 4, 2), (64, 4, 2), (64, 8, 3)),
+    "read_norm": ((64, 4, 2), (64, 4, 2), (64, 4, 2, 168)),
+    "read_two": ((64, 4, 2), (64, 8, 2), (64, 4, 1)),
+    "read_norm_two": ((64, 4, 2), (64, 8, 2), (64, 8, 2)),
+    "rows": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
+    "rows_two": ((64, 4, 2), (64, 8, 2), (64, 8, 2)),
+    "key": ((64, 4, 1), (64, 4, 2), (64, 4, 2)),
+    "key_norm": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
+    "key_two": ((64, 4, 2), (64, 8, 2), (64, 8, 3)),
+    "products": ((64, 4, 2), (64, 8, 1), (64, 8, 1)),
 }
 # columns per tile, warps, stages, and for `grads` rows per tile
 MIX = {
@@ -70,10 +43,7 @@ MIX = {
 
 def tile(w: Widths, name: str) -> Config:
     """Return an entry of TABLE."""
-    table = TABLE[min(x for x in TABLE if w.wide <= x)]
-    while name not in table:
-        name = name.rpartition("_")[0]
-    bn, warps, stages, *registers = table[name]
+    bn, warps, stages, *registers = next(x for x, most in zip(TABLE[name], COLUMNS, strict=True) if w.wide <= most)
     limit = {"maxnreg": registers[0]} if registers else {}
     return {"BN": bn, "num_warps": warps, "num_stages": stages, **limit}
 
@@ -82,7 +52,7 @@ def reduce_config(w: Widths, dtype: torch.dtype, normalize: bool, ratio: bool, d
     """Return the tiles of `reduce_moments`; digits: number of digits of the features in both operands."""
     if digits > 2 or dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 2}
-    return tile(w, "reduce" + ("_two" if digits > 1 else "_ratio" if ratio else "_norm" if normalize else ""))
+    return tile(w, "reduce" + ("_two" if digits > 1 or ratio else "_norm" if normalize else ""))
 
 
 def rows_at_once(w: Widths, dtype: torch.dtype, config: Config) -> int:
@@ -96,14 +66,12 @@ def one_pass(w: Widths, normalize: bool, dtype: torch.dtype, digits: int) -> boo
     return not normalize or (w.wide <= 64 and dtype != torch.float32 and digits == 1)
 
 
-def query_config(
-    w: Widths, dtype: torch.dtype, normalize: bool, digits: int, whole: bool
-) -> tuple[Widths, Config]:  # fmt: skip
+def query_config(w: Widths, dtype: torch.dtype, digits: int, whole: bool) -> tuple[Widths, Config]:
     """Return (widths of one program, tiles) of `query_grads` in one pass. Two programs split wide features of a head,
     unless they are needed as a `whole` or are not a power of two."""
     if dtype == torch.float32:
         return w, {"BN": 32, "num_warps": 8, "num_stages": 1, "SPLIT": 1}
-    config = {**tile(w, "query" + ("_two" if digits > 1 else "_norm" if normalize else "")), "SPLIT": 1}
+    config = {**tile(w, "query" + "_two" * (digits > 1)), "SPLIT": 1}
     if w.wide <= 80:
         return w, config
     if whole or w.F.D != w.F.D1:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...hla.fused.spec import DTYPES, MAX_D, MIN_D, padded
+from ...hla.fused.spec import padded, unsupported
 from ..layout import Layout
 from ..options import BlockOptions
 
@@ -20,8 +20,9 @@ MAX_TOKENS = 2**20  # per block, since positions in a block are divided in float
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) -> str | None:
     """Return the reason why the Triton form does not support this call, or None."""
-    if q.dtype not in DTYPES:
-        return f"there is no Triton form in {q.dtype}"
+    reason = unsupported(q, k, v, q.shape[3])
+    if reason is not None:
+        return reason
     if o.causal:
         return "causal calls have no Triton form"
     if rotary is not None and o.normalize and o.order != "la":
@@ -38,12 +39,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, o: BlockOptions, rotary: object) ->
         return f"{o.layout.n_blocks} blocks are more than {MAX_BLOCKS}"
     if o.layout.widest > MAX_TOKENS:
         return f"a block of {o.layout.widest} tokens is more than {MAX_TOKENS}"
-    for name, d in (("D", q.shape[3]), ("Dv", v.shape[3])):
-        if not MIN_D <= d <= MAX_D:
-            return f"{name} = {d} is outside {MIN_D}..{MAX_D}"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(3) != 1:
-            return f"the last dimension of {name} is not contiguous"
     return None
 
 
@@ -107,12 +102,12 @@ class Sizes(NamedTuple):
     def of(cls, q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> Sizes:
         """Return the sizes, multiples of 16 bytes per head."""
         (b, n, h, d), dv, m = q.shape, v.shape[3], o.layout.n_blocks
-        dtype, vectors, lefts = moments_dtype(q.dtype, o, turned), int(o.normalize), int(o.order != "la")
-        floats = (
-            -(-m * d * dv * dtype.itemsize // 16) * 4, -(-m * d // 4) * 4 * vectors, -(-m * d * d // 4) * 4 * lefts,
-            -(-dv // 4) * 4 * vectors, n * vectors,
+        heads, vectors, lefts = b * h, int(o.normalize), int(o.order != "la")
+        dtype = moments_dtype(q.dtype, o, turned)
+        return cls(
+            heads * -(-m * d * dv * dtype.itemsize // 16) * 4, heads * -(-m * d // 4) * 4 * vectors,
+            heads * -(-m * d * d // 4) * 4 * lefts, heads * -(-dv // 4) * 4 * vectors, heads * n * vectors, dtype,
         )  # fmt: skip
-        return cls(*(b * h * x for x in floats), dtype)
 
     def operators(self) -> Sizes:
         """Return the sizes of operators and their gradients, which have no left factors."""

@@ -24,7 +24,7 @@ from ...features import mapped
 from ...sequences import WHOLE, Sequences
 from . import plan
 from .plan import paths, sums
-from .spec import DTYPES, MAX_D, MIN_D, Spec, Widths, layout, operator_dtype
+from .spec import Spec, Widths, layout, operator_dtype, unsupported
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
 
@@ -34,24 +34,19 @@ FLOAT16_RATIO = Fault("normalize=True in float16 has no Triton form: the operato
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE) -> str | None:
     """Return the reason why the Triton forms do not support this call, or None."""
-    if q.dtype not in DTYPES:
-        return f"dtype {q.dtype} is not bfloat16, float16 or float32"
+    of_tokens, d = spec.of_softmax(q.shape[3])
+    reason = unsupported(q, k, v, d)
+    if reason is not None:
+        return reason
     if spec.softmax and not (spec.of_keys() and spec.normalize):
         return Fault("features that are softmaxes have a Triton form in a ratio of linear_attention alone")
-    spec, d = spec.of_softmax(q.shape[3])
-    for name, width in (("D", d), ("Dv", v.shape[3])):
-        if not MIN_D <= width <= MAX_D:
-            return f"{name} = {width} is outside {MIN_D}..{MAX_D}"
     if q.shape[1] > 2**24:
         return f"N = {q.shape[1]} is more than {2**24}: it is counted in float32"
     if q.shape[1] == 1 and spec.center is not None and not spec.of_differences:
         return "the gradient of a single centred key is zero, of which only rounding would be left beside lambda"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(3) != 1:
-            return f"the last dimension of {name} is not contiguous"
     if spec.normalize and q.dtype == torch.float16:
         return FLOAT16_RATIO
-    reason = paths.too_wide(spec, Widths.of(d, v.shape[3]), q.dtype)
+    reason = paths.too_wide(of_tokens, Widths.of(d, v.shape[3]), q.dtype)
     return reason if reason is None or q.dtype == torch.float32 else Fault(reason)
 
 
@@ -64,14 +59,13 @@ def saved_floats(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = 
 
 def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | torch.SymInt:
     """Return the floats of operators and states in that buffer, a multiple of 16 bytes."""
-    w, (batch, n, heads), own = Widths.of(q.shape[3], v.shape[3]), seqs.sizes(q), own_keys(q, v, seqs)
-    batch_heads = batch * heads
-    kept, lay = paths.saves(spec, w, plan.planned(batch_heads), n, q.dtype, own), layout(spec, w)
-    size = operator_dtype(q.dtype).itemsize
+    sizes, (batch, _, heads) = sizes_of(q, v, spec, seqs), seqs.sizes(q)
+    w, own, kept = sizes[1], sizes[5], paths.saves(*sizes)
+    lay, size = layout(spec, w), operator_dtype(q.dtype).itemsize
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
     if paths.halved(spec, w, q.dtype, own):
-        whole = sums.kept_floats(spec, w, q.dtype)
-    return -(-(batch_heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
+        whole = sum(sums.kept_floats(spec, w, q.dtype))
+    return -(-(batch * heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 
 def plans() -> tuple:
@@ -84,18 +78,19 @@ def told(first: Tensor, spec: Spec, seqs: Sequences) -> Sequences:
     heads = first.shape[-2]
     if first.dtype == torch.float16:
         spec = spec.in_range(seqs.max_seqlen if seqs.mask is None else first.shape[1])
-    return seqs._replace(told=seqs.tables(heads, spec.scale, spec.q_scale, spec.of_differences))
+    return seqs._replace(told=seqs.tables(heads, spec.scales))
 
 
-def own_keys(q: Tensor, v: Tensor, seqs: Sequences) -> bool:
-    """Whether every token is real and every head has its own keys."""
-    return seqs.mask is None and seqs.cu_seqlens is None and q.shape[2] == v.shape[2]
+def sizes_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> tuple[Spec, Widths, int, int, torch.dtype, bool]:
+    """Return what `plan.paths.path` depends on."""
+    batch, n, heads = seqs.sizes(q)
+    own = seqs.mask is None and seqs.cu_seqlens is None and q.shape[2] == v.shape[2]
+    return spec, Widths.of(q.shape[3], v.shape[3]), plan.planned(batch * heads), n, q.dtype, own
 
 
 def path_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences, save: bool = True) -> str:
     """Return the path of a call, see `plan.paths.path`."""
-    w, (batch, n, heads) = Widths.of(q.shape[3], v.shape[3]), seqs.sizes(q)
-    return paths.path(spec, w, plan.planned(batch * heads), n, q.dtype, own_keys(q, v, seqs), save)
+    return paths.path(*sizes_of(q, v, spec, seqs), save)
 
 
 def forward(

@@ -36,8 +36,7 @@ def own_sums(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
 
 def table(n: Tensor, spec: Spec) -> Tensor:
     """Return the number of all tokens and the scale of a moment, [2]."""
-    s = spec.q_scale / n if spec.scale is None else torch.full_like(n, spec.scale)
-    return torch.cat([n, s * (n > 1) if spec.of_differences else s])
+    return torch.cat([n, spec.scales(n)])
 
 
 class Shared(NamedTuple):

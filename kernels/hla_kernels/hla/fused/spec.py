@@ -91,6 +91,24 @@ class Spec(NamedTuple):
             return 0.0
         return self.q_scale / n if self.scale is None else self.scale
 
+    def scales(self, n: Tensor) -> Tensor:
+        """Return `scale_of` for tensors of numbers of tokens."""
+        s = self.q_scale / n if self.scale is None else torch.full_like(n, self.scale)
+        return s * (n > 1) if self.of_differences else s
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, d: int) -> str | None:
+    """Return the reason why no kernel reads tokens of such dtypes, widths (`d` features) and strides, or None."""
+    if q.dtype not in DTYPES:
+        return f"there is no Triton form in {q.dtype}"
+    for name, width in (("D", d), ("Dv", v.shape[3])):
+        if not MIN_D <= width <= MAX_D:
+            return f"{name} = {width} is outside {MIN_D}..{MAX_D}"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(3) != 1:
+            return f"the last dimension of {name} is not contiguous"
+    return None
+
 
 def operator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the operators of tokens in memory: float16 ones are cast where they are used, in units of a

@@ -37,11 +37,10 @@ def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None
     """Compute dq, dk, dv (per query head) of first order in one launch."""
     q, k, v = call.q, call.k, call.v
     at, a = placed(q, k, v, g, *outs)
-    sizes = {name: x for name, x in call.sizes().items() if name != "L"}
     launch(
         head_backward, call.bh,
-        q, k, v, g, *outs, *at, call.n, call.h, call.g, call.scale, ALIGN=a, **sizes,
-        **plan.head_config("backward", call.spec, call.w, q.dtype),
+        q, k, v, g, *outs, *at, call.n, call.h, call.g, call.scale, ALIGN=a, **call.w._asdict(),
+        PREC=call.prec["PREC"], **plan.head_config("backward", call.spec, call.w, q.dtype),
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Call:
         self.spec, self.q, self.k, self.v, self.coefficients = spec, q, k, v, coefficients
         # tokens of the longest sequence and what `loops.span` reads of the others; a float, because Triton compiles
         # anew for integers in tuples that are 1 or multiples of 16
-        self.n = (float(self.most), *seqs.tables(self.h, spec.scale, spec.q_scale, spec.of_differences))
+        self.n = (float(self.most), *seqs.tables(self.h, spec.scales))
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
         self.planned = plan.planned(self.bh)
         self.w = Widths.of(q.shape[3], v.shape[3])

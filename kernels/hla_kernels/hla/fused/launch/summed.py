@@ -26,11 +26,10 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, buffer: Tensor, call: Call) -> Kept:
         """Split a buffer of `plan.sums.kept_floats`."""
-        lay, size, dtype = call.lay.vectors(), call.lay.fd * call.lay.dv, call.q.dtype
-        room = lay.matrix_floats(dtype.itemsize)
-        lengths = [call.bh * x for x in (4, lay.K, room, sums.factors(call.spec) * call.w.F.padded**2 // 2)]
+        lay, dtype = call.lay, call.q.dtype
+        lengths = [call.bh * x for x in sums.kept_floats(call.spec, call.w, dtype)]
         units, vectors, matrix, factors = buffer[: sum(lengths)].split(lengths)
-        matrix = matrix.view(dtype)[: call.bh * size].view(call.bh, lay.fd, lay.dv)
+        matrix = matrix.view(dtype)[: call.bh * lay.fd * lay.dv].view(call.bh, lay.fd, lay.dv)
         return cls(vectors, matrix, factors.view(torch.float16), units)
 
     @classmethod

@@ -72,9 +72,7 @@ def in_halves(w: Width) -> Width:
 
 def query_config(w: Widths) -> dict[str, int]:
     """Return the tiles of `query_grads`."""
-    if w.wide > 80:
-        return {"BN": 64, "num_warps": 8, "num_stages": 3}
-    return {"BN": 64, "num_warps": 4, "num_stages": 3}
+    return {"BN": 64, "num_warps": 8 if w.wide > 80 else 4, "num_stages": 3}
 
 
 def key_config(w: Widths) -> dict[str, int]:

@@ -14,10 +14,10 @@ def factors(spec: Spec) -> int:
     return {"linear_attention": 0, "hla3": 3}.get(spec.op, 2)
 
 
-def kept_floats(spec: Spec, w: Widths, dtype: torch.dtype) -> int:
-    """Return the float32 numbers per head that a forward of `heads.summed` saves: units, factors, vectors, operator."""
+def kept_floats(spec: Spec, w: Widths, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return the float32 numbers per head that a forward of `heads.summed` saves: units, vectors, operator, factors."""
     lay = layout(spec, w)
-    return 4 + factors(spec) * w.F.padded**2 // 2 + lay.vectors().K + lay.matrix_floats(dtype.itemsize)
+    return 4, lay.vectors().K, lay.matrix_floats(dtype.itemsize), factors(spec) * w.F.padded**2 // 2
 
 
 def forward_config(spec: Spec, w: Widths) -> dict[str, int]:
