@@ -138,8 +138,9 @@ def _launch(pair: Pair, exponents: Pair, grads: Pair | None, of_rows: Sequence[T
     at, units = placed(*(grads or pair), *pair)
     (of_q, sizes), (of_k, _) = (grid(x, grads is not None) for x in pair)
     if of_q + of_k:
-        launch(
-            power_tiles, of_q + of_k, *(grads or (None, None)), *pair, *exponents, *out, *of_rows,
-            *at, q.shape[1], k.shape[1], of_q, HQ=q.shape[2], HK=k.shape[2], ALIGN=units, **sizes,
-        )  # fmt: skip
+        with torch.cuda.device_of(q):
+            launch(
+                power_tiles, of_q + of_k, *(grads or (None, None)), *pair, *exponents, *out, *of_rows,
+                *at, q.shape[1], k.shape[1], of_q, HQ=q.shape[2], HK=k.shape[2], ALIGN=units, **sizes,
+            )  # fmt: skip
     return out

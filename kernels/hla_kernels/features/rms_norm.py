@@ -60,10 +60,11 @@ def _forward(
 
     rows, (y, inverses) = _rows(x), _outputs(x)
     if rows.shape[0]:
-        launch(
-            norm_rows, rows.shape[0],
-            rows, weight.contiguous(), cos, sin, y, inverses, rows.stride(0), eps, **_config(x, relu, cos),
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            launch(
+                norm_rows, rows.shape[0],
+                rows, weight.contiguous(), cos, sin, y, inverses, rows.stride(0), eps, **_config(x, relu, cos),
+            )  # fmt: skip
     return y, inverses
 
 
@@ -97,11 +98,12 @@ def _backward(
         return dx, torch.zeros_like(weight)
     programs = min(rows.shape[0], PROGRAMS)
     parts = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
-    launch(
-        norm_grads, programs,
-        g, rows, weight.contiguous(), cos, sin, saved[0], dx, parts, rows.shape[0], g.stride(0), rows.stride(0),
-        **_config(x, relu, cos),
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        launch(
+            norm_grads, programs,
+            g, rows, weight.contiguous(), cos, sin, saved[0], dx, parts, rows.shape[0], g.stride(0), rows.stride(0),
+            **_config(x, relu, cos),
+        )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype)
 
 

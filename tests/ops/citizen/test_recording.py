@@ -3,6 +3,7 @@
 import ast
 import gc
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -339,3 +340,24 @@ def test_a_form_is_checked_once(monkeypatch):
     for n in range(20):
         hk.ahla(*torch.rand(3, 1, n + 1, 1, 4))
         assert len(forms.KNOWN) <= 3
+
+
+def test_launches_on_the_device_of_the_tokens(monkeypatch):
+    """Triton launches on the current device, which may be another one."""
+    from hla_kernels.features import power_kernels, rms_norm
+
+    active, launched = [], []
+
+    @contextmanager
+    def device_of(x):
+        active.append(x)
+        yield
+        active.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for module in (power_kernels, rms_norm):
+        monkeypatch.setattr(module, "launch", lambda *args, **more: launched.append(len(active)))
+    x, exponents = torch.rand(2, 5, 3, 16, requires_grad=True), torch.full((3,), 2.0)
+    sum(y.sum() for y in OPS.power_pair(x, x, exponents, exponents)).backward()
+    OPS.rms_norm(x, torch.ones(16, requires_grad=True), 1e-6)[0].sum().backward()
+    assert launched == [1, 1, 1, 1]
