@@ -344,7 +344,7 @@ def test_a_form_is_checked_once(monkeypatch):
 
 def test_launches_on_the_device_of_the_tokens(monkeypatch):
     """Triton launches on the current device, which may be another one."""
-    from hla_kernels.features import power_kernels, rms_norm
+    from hla_kernels.features import power, power_kernels, rms_norm
 
     active, launched = [], []
 
@@ -358,6 +358,6 @@ def test_launches_on_the_device_of_the_tokens(monkeypatch):
     for module in (power_kernels, rms_norm):
         monkeypatch.setattr(module, "launch", lambda *args, **more: launched.append(len(active)))
     x, exponents = torch.rand(2, 5, 3, 16, requires_grad=True), torch.full((3,), 2.0)
-    sum(y.sum() for y in OPS.power_pair(x, x, exponents, exponents)).backward()
-    OPS.rms_norm(x, torch.ones(16, requires_grad=True), 1e-6)[0].sum().backward()
+    sum(y.sum() for y in power.power_op(x, x, exponents, exponents)).backward()
+    rms_norm.rms_norm_op(x, torch.ones(16, requires_grad=True), 1e-6)[0].sum().backward()
     assert launched == [1, 1, 1, 1]
