@@ -78,7 +78,7 @@ def token_operators(
     tokens and of the tensor behind them (without elements if none is needed), last(tokens, *arguments) the latter for
     fake tensors; None if it is always needed."""
     tokens, results, save = TOKENS[count], ", ".join(["Tensor"] * (count + 1)), "bool save=False"
-    at = count + [*schema.split(", "), save].index(save)
+    at, shared = count + [*schema.split(", "), save].index(save), schema.endswith("str group")
     own = custom_op(name, f"({tokens}, {schema}) -> (Tensor, Tensor)")(lambda *x: forward(x[:count], *x[count:]))
     own.register_fake(lambda *x: outputs(x[:count], *x[count:]))
     rest = schema.replace(f"{save}, ", "").replace(f", {save}", "")
@@ -96,9 +96,11 @@ def token_operators(
         _save(ctx, inputs, output[1:])
 
     def gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple:
-        if grad is None:  # no gradient of the output, hence none of the inputs
-            return (None,) * len(ctx.others)
         given, (saved,) = _saved(ctx)
+        if grad is None and shared:  # other ranks may have a gradient, and wait for this one
+            grad = given[0].new_zeros((*given[0].shape[:3], given[2].shape[3]))
+        if grad is None:  # no gradient of the output, hence none of the inputs
+            return (None,) * len(given)
         *grads, d_last = back(grad, saved, *given[:at], *given[at + 1 :])
         wanted = ctx.needs_input_grad[count] and d_last.shape == given[count].shape
         return (*grads, d_last if wanted else None, *[None] * (len(given) - count - 1))

@@ -86,7 +86,34 @@ def work() -> Found:
     two_sided.choose = blocks.choose = lambda call, impl: "triton"
     Spec.in_range = lambda self, n: self
     plan.reduce_parts = lambda heads, n, bn: (-(-n // bn), bn)
-    return every_case(operate, list(CASES), SHARES) | compiled("aot_eager")
+    return every_case(operate, list(CASES), SHARES) | compiled("aot_eager") | without_gradient()
+
+
+class Nothing(torch.autograd.Function):
+    """A function whose gradient is undefined."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def without_gradient() -> Found:
+    """Gradients of the tokens, where the outputs of the first rank have none: the other waits for it."""
+    found = {}
+    for case in COMPILED:
+        op, options, *_ = CASES[case]
+        more = {"mixing": noise(5, 5, seed=6).softmax(-1).float()} if op == "mhla" else {}
+        qkv = [noise(1, N, 2, 16, seed=i).float() for i in range(3)]
+        shares = [x.split(SHARES["both"], 1)[dist.get_rank()].requires_grad_() for x in qkv]
+        o = hk.sharded(op, *shares, group=dist.group.WORLD, **more, **options)
+        o = o if dist.get_rank() else Nothing.apply(o)
+        grads = torch.autograd.grad(o.sum() + sum(x.sum() for x in shares), shares)
+        found[f"no gradient of {case}"] = {str(i): g - 1 for i, g in enumerate(grads)}
+    return found
 
 
 def compiled(backend: str, device: str = "cpu") -> Found:
@@ -152,6 +179,18 @@ def test_the_kernels_see_the_tokens_of_all_ranks(ranks, case):
 @pytest.mark.parametrize("case", COMPILED)
 def test_a_compiled_call_is_one_graph(ranks, case):
     check_compiled(case, ranks)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_rank_without_a_gradient(ranks, case):
+    op, options, *_ = CASES[case]
+    more = {"mixing": noise(5, 5, seed=6).softmax(-1)} if op == "mhla" else {}
+    qkv = [noise(1, N, 2, 16, seed=i).requires_grad_() for i in range(3)]
+    y = getattr(hk, op)(*qkv, impl="reference", **more, **options)
+    for i, truth in enumerate(torch.autograd.grad(y[:, SHARES["both"][0] :].sum(), qkv)):
+        found = torch.cat([rank[f"no gradient of {case}"][str(i)] for rank in ranks], 1)
+        assert (found - truth).norm() < 1e-5 * truth.norm()
 
 
 def check_compiled(case: str, ranks: list[Found]) -> None:
