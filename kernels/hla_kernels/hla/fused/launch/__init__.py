@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,26 +23,21 @@ from .call import BLOCK, Call, Outs, Pair, Saved, unfused
 def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """Compute o of first order from q, k, v in one launch; fill `saved` with operators and vectors (normalised, unless
     it is empty)."""
-    q, k, v, spec = call.q, call.k, call.v, call.spec
-    call.lay = call.lay.vectors()
+    spec, call.lay = call.spec, call.lay.vectors()
     save = saved.numel() > 0 and spec.normalize
     to = Saved.of(saved, call) if save else Saved(None, None)
-    at, a = placed(q, k, v, o)
-    launch(
-        head_forward, call.bh,
-        q, k, v, o, *to, *at, call.n, call.h, call.g, call.scale, spec.eps, ALIGN=a, SAVE=save,
-        **call.pick("NORM"), **call.sizes(), **plan.head_config("forward", spec, call.w, q.dtype),
-    )  # fmt: skip
+    config = plan.head_config("forward", spec, call.w, call.q.dtype)
+    numbers = (call.g, call.scale, spec.eps)
+    call.over_tokens(head_forward, 1, (*call.tokens, o), to, numbers, SAVE=save, **call.pick("NORM"), **config)
 
 
 def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
     """Compute dq, dk, dv (per query head) of first order in one launch."""
-    q, k, v = call.q, call.k, call.v
-    at, a = placed(q, k, v, g, *outs)
+    at, a = placed(*call.tokens, g, *outs)
     launch(
         head_backward, call.bh,
-        q, k, v, g, *outs, *at, call.n, call.h, call.g, call.scale, ALIGN=a, **call.w._asdict(),
-        PREC=call.prec["PREC"], **plan.head_config("backward", call.spec, call.w, q.dtype),
+        *call.tokens, g, *outs, *at, call.n, call.h, call.g, call.scale, ALIGN=a, **call.w._asdict(),
+        PREC=call.prec["PREC"], **plan.head_config("backward", call.spec, call.w, g.dtype),
     )  # fmt: skip
 
 
@@ -57,16 +54,13 @@ def prepare(call: Call, buffer: Tensor) -> Saved:
 def reduce_call(call: Call, out: Tensor | None, final: bool) -> tuple[Tensor | None, int]:
     """Compute the sums of parts of heads. Return the parts and their number; a single part is `out`, scaled and centred
     if `final`."""
-    q, k, v, spec = call.q, call.k, call.v, call.spec
-    config = plan.reduce_config(spec, call.w, q.dtype)
+    spec, dtype = call.spec, call.q.dtype
+    config, roles = plan.reduce_config(spec, call.w, dtype), plan.reduce_roles(spec, call.w, dtype)
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     partial = out if parts == 1 else call.buffer(parts, call.bh, call.lay.K)
-    at, a = placed(q, k, v)
-    roles = plan.reduce_roles(spec, call.w, q.dtype)
-    launch(
-        reduce_moments, call.bh * parts * roles,
-        q, k, v, partial, *at, call.n, call.h, call.g, parts, chunk, call.bh, call.scale, spec.ridge, ALIGN=a,
-        FINAL=final and parts == 1, ROLES=roles, **call.flags, **call.sizes(), **config, **unfused(call),
+    call.over_tokens(
+        reduce_moments, parts * roles, call.tokens, (partial,), (call.g, parts, chunk, call.bh, call.scale, spec.ridge),
+        FINAL=final and parts == 1, ROLES=roles, **call.flags, **config, **unfused(call),
     )  # fmt: skip
     return partial, parts
 
@@ -114,34 +108,31 @@ def room_of(call: Call) -> Tensor:
 
 def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
     """Compute o from the operators in one launch."""
-    q = call.q
-    config = plan.apply_config("forward", call.spec, call.w, q.dtype)
-    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
-    at, a = placed(q, o)
-    launch(
-        apply, call.bh * parts,
-        q, o, saved.state, saved.matrix, *at, call.n, call.h, parts, chunk, call.spec.eps, ALIGN=a,
-        **call.pick("NORM", "CENTER", "MEAN"), **call.sizes(), **config,
-    )  # fmt: skip
+    config, flags = plan.apply_config("forward", call.spec, call.w, call.q.dtype), call.pick("NORM", "CENTER", "MEAN")
+    call.write_tokens(apply, config, (call.q, o), saved, behind=(call.spec.eps,), **flags)
 
 
 def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> Tensor:
     """Return dM, dm1 and sum g of every head [B * H, KG]; fill `ratio`."""
-    q, lay = call.q, call.lay
-    twice = plan.divides(call.spec, call.w, q.dtype)
+    spec, twice = call.spec, plan.divides(call.spec, call.w, call.q.dtype)
     if ratio is not None and twice:
         divide(call, g, saved, ratio, None)
-    config = plan.readout_config(call.spec, call.w, q.dtype)
-    parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
-    at, a = placed(q, g)
-    grads = call.buffer(call.bh, lay.KG)
-    partial = grads if parts == 1 else call.buffer(parts, call.bh, lay.KG)
-    launch(
-        reduce_readout, call.bh * parts,
-        q, g, saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh, call.spec.eps,
-        SUMS=call.spec.mean_path or call.spec.center == "qk", ALIGN=a, TURNED=call.turned, DIVIDED=twice,
-        **call.pick("ORDER", "NORM"), **call.sizes(), **config,
+    config = plan.readout_config(spec, call.w, call.q.dtype)
+    parts = plan.reduce_parts(call.planned, call.most, config["BN"])
+    return sum_queries(
+        call, reduce_readout, (call.q, g), (*saved, ratio), call.lay.KG, parts, TURNED=call.turned, DIVIDED=twice,
+        SUMS=spec.mean_path or spec.center == "qk", **call.pick("ORDER", "NORM"), **config,
     )  # fmt: skip
+
+
+def sum_queries(
+    call: Call, kernel: Any, tokens: tuple[Tensor, ...], pointers: tuple, length: int, cut: tuple[int, int],
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Return sums over the queries of every head [B * H, length] from a pass in `cut` = (parts, tokens per part)."""
+    grads, parts = call.buffer(call.bh, length), cut[0]
+    partial = grads if parts == 1 else call.buffer(parts, call.bh, length)
+    call.over_tokens(kernel, parts, tokens, (*pointers, partial), (*cut, call.bh, call.spec.eps), **options)
     add_parts_call(call, partial, parts, grads)
     return grads
 
@@ -201,29 +192,18 @@ def apply_grads_call(
     rows_done: bool,
 ) -> None:
     """Compute dq, dk, dv from the weights of every head in one launch."""
-    q, k, v = call.q, call.k, call.v
-    config = plan.apply_config("backward", call.spec, call.w, q.dtype, call.g > 1)
-    long = paths.cut(call.w) and call.spec.op == "polynomial"
-    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"], long)
-    at, a = placed(q, k, v, g, *outs)
-    launch(
-        apply_grads, call.bh * parts * config["ROLES"],
-        q, k, v, g, *outs, saved.state, saved.matrix, ratio, weights, rows, *at, call.n, call.h, call.g, parts, chunk,
-        ALIGN=a, ROWS_DONE=rows_done, **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **call.sizes(), **config,
+    config = plan.apply_config("backward", call.spec, call.w, call.q.dtype, call.g > 1)
+    call.write_tokens(
+        apply_grads, config, (*call.tokens, g, *outs), (*saved, ratio, weights, rows), (call.g,),
+        long=paths.cut(call.w) and call.spec.op == "polynomial", ROWS_DONE=rows_done,
+        **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
     )  # fmt: skip
 
 
 def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:
     """Fill `ratio`, and dq of first order, in a separate launch."""
-    q = call.q
-    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, plan.DIVIDE["BN"])
-    to = q if dq is None else dq
-    at, a = placed(q, g, to)
-    launch(
-        divide_grads, call.bh * parts,
-        q, g, dq, saved.state, saved.matrix, ratio, *at, call.n, call.h, parts, chunk, call.spec.eps, ALIGN=a,
-        **call.sizes() | {"F": plan.in_halves(call.w.F)}, **plan.DIVIDE,
-    )  # fmt: skip
+    rows, given, halves = (call.q, g, dq), (*saved, ratio), plan.in_halves(call.w.F)
+    call.write_tokens(divide_grads, plan.DIVIDE, rows, given, behind=(call.spec.eps,), F=halves)
 
 
 def first_heads_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
@@ -240,35 +220,18 @@ def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> No
 
 def first_query_call(call: Call, g: Tensor, dq: Tensor, saved: Saved) -> Tensor:
     """Compute dq of a ratio of first order; return dM' and dm1 of every head [B * H, V * F + F]."""
-    q, spec, length = call.q, call.spec, call.lay.fd * call.lay.dv + call.lay.fd
-    ratio = call.ratio() if plan.divides(spec, call.w, q.dtype) else None
+    ratio = call.ratio() if plan.divides(call.spec, call.w, call.q.dtype) else None
     if ratio is not None:
         divide(call, g, saved, ratio, dq)
-    config = plan.query_config(call.w)
-    parts, chunk = plan.query_parts(call.planned, call.most, config["BN"])
-    at, a = placed(q, g, dq)
-    grads = call.buffer(call.bh, length)
-    partial = grads if parts == 1 else call.buffer(parts, call.bh, length)
-    launch(
-        query_grads, call.bh * parts,
-        q, g, dq, saved.state, saved.matrix, ratio, partial, *at, call.n, call.h, parts, chunk, call.bh,
-        spec.eps, ALIGN=a, **call.sizes(), **config,
-    )  # fmt: skip
-    add_parts_call(call, partial, parts, grads)
-    return grads
+    config, length = plan.query_config(call.w), call.lay.fd * call.lay.dv + call.lay.fd
+    parts = plan.query_parts(call.planned, call.most, config["BN"])
+    return sum_queries(call, query_grads, (call.q, g, dq), (*saved, ratio), length, parts, **config)
 
 
 def first_key_call(call: Call, outs: Outs, saved: Saved, grads: Tensor) -> None:
     """Compute dk and dv of a ratio of first order."""
-    k, v = call.k, call.v
-    config = plan.key_config(call.w)
-    parts, chunk = plan.apply_parts(call.w, call.planned, call.most, config["BN"])
-    at, a = placed(k, v, *outs[1:])
-    launch(
-        key_grads, call.bh * parts,
-        k, v, *outs[1:], saved.state, grads, *at, call.n, call.h, call.g, parts, chunk, call.scale, ALIGN=a,
-        **call.sizes(), **config,
-    )  # fmt: skip
+    rows, given = (*call.tokens[1:], *outs[1:]), (saved.state, grads)
+    call.write_tokens(key_grads, plan.key_config(call.w), rows, given, (call.g,), (call.scale,))
 
 
 def coefficients_grad(call: Call, parts: Tensor) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ....dispatch.recording import launch
 from ....sequences import WHOLE, Sequences
 from .. import plan
-from ..spec import Spec, Widths, layout, operator_dtype
+from ..spec import Spec, Widths, layout, operator_dtype, placed
 
 BLOCK = 1024
 Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
@@ -46,7 +48,7 @@ class Call:
         self.b, self.most, self.h = seqs.sizes(q)
         if q.dtype == torch.float16:
             spec = spec.in_range(self.most)
-        self.spec, self.q, self.k, self.v, self.coefficients = spec, q, k, v, coefficients
+        self.spec, self.q, self.tokens, self.coefficients = spec, q, (q, k, v), coefficients
         # tokens of the longest sequence and what `loops.span` reads of the others; a float, because Triton compiles
         # anew for integers in tuples that are 1 or multiples of 16
         self.n = (float(self.most), *seqs.tables(self.h, spec.scales))
@@ -67,6 +69,27 @@ class Call:
     def sizes(self) -> dict:
         """Return the constexpr arguments of a pass over tokens in the split path."""
         return {**self.w._asdict(), "L": self.lay, "PREC": self.prec["PREC"]}
+
+    def over_tokens(
+        self, kernel: Any, parts: int, tokens: Sequence[Tensor | None], pointers: Sequence[Tensor | None],
+        numbers: tuple, **options: Any,
+    ) -> None:  # fmt: skip
+        """Launch a pass over the tokens of every head in `parts` programs. tokens: the first arguments of the kernel,
+        whose strides follow the `pointers`, absent ones with those of the first; numbers: its arguments behind N, H."""
+        at, a = placed(*(tokens[0] if x is None else x for x in tokens))
+        launch(
+            kernel, self.bh * parts, *tokens, *pointers, *at, self.n, self.h, *numbers, ALIGN=a,
+            **{**self.sizes(), **options},
+        )  # fmt: skip
+
+    def write_tokens(
+        self, kernel: Any, config: dict, tokens: Sequence[Tensor | None], pointers: Sequence[Tensor | None],
+        before: tuple = (), behind: tuple = (), long: bool = False, **flags: Any,
+    ) -> None:  # fmt: skip
+        """Launch a pass that writes tokens; its numbers are `before`, the parts of a head, their tokens, `behind`."""
+        parts, chunk = plan.apply_parts(self.w, self.planned, self.most, config["BN"], long)
+        programs = parts * config.get("ROLES", 1)
+        self.over_tokens(kernel, programs, tokens, pointers, (*before, parts, chunk, *behind), **flags, **config)
 
     def middle_sizes(self, kernel: str) -> dict:
         """Constexpr of the D x D kernels of `plan.middle_config`."""

@@ -50,13 +50,12 @@ def summed_widths(call: Call) -> dict:
 
 def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """Compute o from q, k, v in one launch; store tensors for the backward unless `saved` is empty."""
-    q, k, v = call.q, call.k, call.v
     save = saved.numel() > 0
     kept = Kept.of(saved, call) if save else Kept.none(call, o)
-    at, a = placed(q, k, v, o)
+    at, a = placed(*call.tokens, o)
     launch(
-        summed_forward, call.bh, q, k, v, o, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a, SAVE=save,
-        PREC=call.prec["PREC"], **summed_widths(call), **sums.forward_config(call.spec, call.w),
+        summed_forward, call.bh, *call.tokens, o, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
+        SAVE=save, PREC=call.prec["PREC"], **summed_widths(call), **sums.forward_config(call.spec, call.w),
     )  # fmt: skip
 
 
