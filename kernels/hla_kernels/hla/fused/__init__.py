@@ -23,8 +23,8 @@ from ...dispatch.verify import Fault
 from ...features import mapped
 from ...sequences import WHOLE, Sequences
 from . import plan
-from .plan import paths, sums
-from .spec import Spec, Widths, layout, operator_dtype, unsupported
+from .plan import paths
+from .spec import Spec, Widths, layout, operator_dtype, summed_floats, unsupported
 
 __all__ = ["Spec", "backward", "forward", "saved_floats", "why_not"]
 
@@ -64,7 +64,7 @@ def operator_floats(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> int | 
     lay, size = layout(spec, w), operator_dtype(q.dtype).itemsize
     whole: int | torch.SymInt = lay.vectors().floats(size) if spec.normalize else 0
     if paths.halved(spec, w, q.dtype, own):
-        whole = sum(sums.kept_floats(spec, w, q.dtype))
+        whole = sum(summed_floats(spec, w, q.dtype))
     return -(-(batch * heads * (whole + kept * (lay.floats(size) - whole))) // 4) * 4
 
 
@@ -111,7 +111,8 @@ def forward(
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     saved = torch.empty(saved_floats(q, k, v, spec, seqs) if save else 0, dtype=torch.float32, device=q.device)
     kept, (fq, fk) = mapped.features(spec.feature_map, q, k, saved, spec.center)
-    PATHS[path_of(q, v, spec, seqs, save)].forward(Call(spec, fq, fk, v, coefficients, seqs), o, kept)
+    path = path_of(q, v, spec, seqs, save)
+    PATHS[path].forward(Call(spec, fq, fk, v, coefficients, seqs, path), o, kept)
     return o, saved
 
 
@@ -137,7 +138,7 @@ def backward(
     if saved.numel() == 0 and again and floats > 0:
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
     saved, features = mapped.split(spec.feature_map, saved, q, k)
-    call = launch.Call(spec, *features, v, coefficients, seqs)
+    call = launch.Call(spec, *features, v, coefficients, seqs, path)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     keys = launch.head_grads(q, outs[1:], seqs.mask)
     dc = PATHS[path].backward(call, grad, (outs[0], *keys), saved)

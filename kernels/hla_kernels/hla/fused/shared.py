@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch.operator import like
-from ...sequences import Sequences
+from ...sequences import WHOLE, Sequences
 from . import launch, plan
 from .launch.call import Call, Saved
 from .spec import Spec
@@ -25,7 +25,7 @@ from .spec import Spec
 
 def own_sums(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
     """Return the sums of this device's tokens, with room for their number behind them."""
-    call = Call(spec._replace(scale=1.0), q, k, v, None)
+    call = Call(spec._replace(scale=1.0), q, k, v, None, WHOLE)
     new = torch.empty if call.most > 0 else torch.zeros
     out = new(call.bh * call.lay.K + 1, device=q.device)
     if call.most > 0:

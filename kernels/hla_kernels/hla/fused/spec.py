@@ -212,6 +212,17 @@ def layout(spec: Spec, w: Widths) -> Layout:
     return Layout(**starts, KW=sum(sizes[:5]), KG=fv + fd + dv, fd=fd, dv=dv)
 
 
+def summed_factors(spec: Spec) -> int:
+    """Return the number of float16 moments whose product is the operator in `heads.summed`."""
+    return {"linear_attention": 0, "hla3": 3}.get(spec.op, 2)
+
+
+def summed_floats(spec: Spec, w: Widths, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return the float32 numbers per head that a forward of `heads.summed` saves: units, vectors, operator, factors."""
+    lay = layout(spec, w)
+    return 4, lay.vectors().K, lay.matrix_floats(dtype.itemsize), summed_factors(spec) * w.F.padded**2 // 2
+
+
 def alignment(*tensors: Tensor) -> int:
     """The number of elements, at most 16 bytes, that divides every stride and start of a row: loads are that wide."""
     size = tensors[0].element_size()

@@ -23,7 +23,7 @@ from .call import BLOCK, Call, Outs, Pair, Saved, unfused
 def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     """Compute o of first order from q, k, v in one launch; fill `saved` with operators and vectors (normalised, unless
     it is empty)."""
-    spec, call.lay = call.spec, call.lay.vectors()
+    spec = call.spec
     save = saved.numel() > 0 and spec.normalize
     to = Saved.of(saved, call) if save else Saved(None, None)
     config = plan.head_config("forward", spec, call.w, call.q.dtype)
@@ -204,12 +204,6 @@ def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None
     """Fill `ratio`, and dq of first order, in a separate launch."""
     rows, given, halves = (call.q, g, dq), (*saved, ratio), plan.in_halves(call.w.F)
     call.write_tokens(divide_grads, plan.DIVIDE, rows, given, behind=(call.spec.eps,), F=halves)
-
-
-def first_heads_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
-    """Run `first_backward_call` after `head_forward_call`, which saves no moments."""
-    call.lay = call.lay.vectors()
-    first_backward_call(call, g, outs, saved)
 
 
 def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....dispatch.recording import launch
-from ....sequences import WHOLE, Sequences
+from ....sequences import Sequences
 from .. import plan
 from ..spec import Spec, Widths, layout, operator_dtype, placed
 
@@ -43,8 +43,9 @@ class Call:
     """Sizes and constexpr arguments shared by the launches of a call."""
 
     def __init__(
-        self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences = WHOLE
-    ):
+        self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor | None, seqs: Sequences,
+        path: str = "split",
+    ) -> None:  # fmt: skip
         self.b, self.most, self.h = seqs.sizes(q)
         if q.dtype == torch.float16:
             spec = spec.in_range(self.most)
@@ -58,7 +59,8 @@ class Call:
         self.flags = spec.flags()
         self.prec = plan.precisions(spec, self.w, q.dtype, self.most, self.planned)
         self.scale = spec.scale_of(self.most)
-        self.lay = layout(spec, self.w)
+        lay = layout(spec, self.w)
+        self.lay = lay if path.endswith("split") else lay.vectors()  # one program per head keeps no moments
         # products with C read dM along V, the others dM' along F
         self.turned = spec.op in ("hla2", "polynomial")
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from . import (
     first_backward_call,
-    first_heads_call,
     head_backward_call,
     head_forward_call,
     split_backward_call,
@@ -29,7 +28,7 @@ class Path(NamedTuple):
 
 PATHS = {
     "heads": Path(head_forward_call, head_backward_call),
-    "first": Path(head_forward_call, first_heads_call),
+    "first": Path(head_forward_call, first_backward_call),
     "summed": Path(summed_forward_call, summed_backward_call),
     "split": Path(split_forward_call, split_backward_call),
     "first_split": Path(split_forward_call, first_backward_call),

@@ -9,6 +9,7 @@ from .paths import PROGRAMS, cut, narrow, plain
 
 INVARIANT = {"on": False}
 DIVIDE = {"BN": 64, "num_warps": 4, "num_stages": 2}  # tiles of `divide_grads`
+SUMMED_MIDDLE = {"num_warps": 4, "num_stages": 1}  # of `summed_middle`
 
 
 def set_batch_invariant(on: bool) -> None:
@@ -37,6 +38,13 @@ def head_config(direction: str, spec: Spec, w: Widths, dtype: torch.dtype) -> di
     if spec.normalize:
         return {"BN": 32 if w.F.D2 > 0 else 64, "BO": 64, "num_warps": 4, "num_stages": 3}
     return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if w.F.D2 > 0 else 4}
+
+
+def summed_config(spec: Spec, w: Widths) -> dict[str, int]:
+    """Return the tiles of `summed_forward`."""
+    wide = w.F.D2 > 0
+    more = {} if wide or not spec.sums else {"maxnreg": 168}  # three programs a multiprocessor
+    return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if wide or spec.sums else 4, **more}
 
 
 def reduce_config(spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:

@@ -36,27 +36,23 @@ def halved(spec: Spec, w: Widths, dtype: torch.dtype, own: bool) -> bool:
     return own and fits and form and spec.ridge == 0 and dtype == torch.bfloat16
 
 
-def few_heads(batch_heads: int, n: int, most: int = 2048) -> int | torch.SymInt:
+def few_heads(batch_heads: int, n: int, most: int) -> int | torch.SymInt:
     """Return 1 if one program per head, with at most so many tokens, does not fill the GPU, else 0."""
     return 1 - torch.sym_min(1, batch_heads // 128) * (1 - torch.sym_min(1, n // (most + 1)))
 
 
-def saves(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> int | torch.SymInt:
-    """Return 1 if the forward uses several programs per head, which saves its moments for the backward, else 0. No
-    branch on sizes, which may be symbolic while compiling."""
+def saves(
+    spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool, save: bool = True
+) -> int | torch.SymInt:
+    """Return 1 if the forward uses several programs per head, which saves its moments for the backward, else 0; `save`:
+    a backward follows. No branch on sizes, which may be symbolic while compiling."""
     small = narrow(w) or cut(w)
     if spec.op == "linear_attention" and plain(spec) and small:
-        return few_heads(batch_heads, n, 512)
-    few = few_heads(batch_heads, n)
+        return few_heads(batch_heads, n, 512 if save else 2048)
+    few = few_heads(batch_heads, n, 2048)
     if halved(spec, w, dtype, own) and narrow(w):  # about three heads per multiprocessor may be longer
         few *= 1 - torch.sym_min(1, batch_heads // 384) * (1 - torch.sym_min(1, n // 4609))
     return few if (spec.alone(dtype) and small) or halved(spec, w, dtype, own) else 1
-
-
-def whole(spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool) -> bool:
-    """Whether a forward pass without backward is one program per head."""
-    first = spec.op == "linear_attention" and plain(spec) and (narrow(w) or cut(w))
-    return not saves(spec, w, batch_heads, n, dtype, own) or (first and not few_heads(batch_heads, n))
 
 
 def path(
@@ -64,8 +60,7 @@ def path(
 ) -> str:
     """The name in `launch.table.PATHS` of the forward and the backward of a call, or without `save` of a forward that
     no backward follows."""
-    sizes = (spec, w, batch_heads, n, dtype, own)
-    split = bool(saves(*sizes)) if save else not whole(*sizes)
+    split = bool(saves(spec, w, batch_heads, n, dtype, own, save))
     if spec.alone(dtype):
         return "first_split" if split else "first"
     if split:
