@@ -17,7 +17,7 @@ from .apply import query_grads, query_products, read_out, token_grads
 from .mixing import add, mixed, mixed_back
 from .orders import left_grads, operators, right_grads
 from .reduce import reduce_moments, sum_values
-from .spec import Moments, Saved, Sizes, flags, geometry, moment_precisions, precision
+from .spec import Moments, Saved, Sizes, moment_precisions, precision
 
 Rotary = tuple[Tensor, Tensor] | None
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -35,7 +35,11 @@ class Call:
         self.b, self.n, self.h, self.d = q.shape
         self.dv, self.group = v.shape[3], self.h // k.shape[2]
         self.bh, self.m = self.b * self.h, o.layout.n_blocks
-        self.geo, self.w, self.flags = geometry(o.layout, share), Widths.of(self.d, self.dv), flags(o, rotary)
+        (grid, blocks, prefix), ones = o.layout, (1,) * (3 - len(o.layout.grid))
+        self.geo = (prefix, *ones, *grid, *ones, *blocks, share)  # GEO of `geometry`; share: of a device
+        turn = 0 if rotary is None else 1 + o.rotary_half
+        self.w = Widths.of(self.d, self.dv)
+        self.flags = {"NORM": o.normalize, "TURN": turn, "EXACT": o.moments == "float32"}  # of passes over tokens
         # a softmax's Jacobian removes the part of gradients that all features share: one digit would leave its rounding
         self.fine = o.feature_map == "softmax"
         self.size = Sizes.of(q, v, o, rotary is not None)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...hla.fused.spec import padded, unsupported
-from ..layout import Layout
 from ..options import BlockOptions
 
 Size = int | torch.SymInt
@@ -48,18 +47,6 @@ def by_pairs(q: Tensor, v: Tensor, o: BlockOptions, turned: bool) -> bool:
     d, m = max(q.shape[3], v.shape[3]), o.layout.n_blocks
     few = m <= PAIR_BLOCKS and o.layout.n_tokens**2 * padded(d) <= PAIR_RATE * m * d * d
     return plain and few and q.dtype == torch.bfloat16
-
-
-def geometry(layout: Layout, share: Tensor | None) -> tuple[int | Tensor | None, ...]:
-    """Return GEO of `geometry`: prefix, three lengths, three numbers of blocks, the share of a device."""
-    ones = (1,) * (3 - len(layout.grid))
-    return (layout.prefix, *ones, *layout.grid, *ones, *layout.blocks, share)
-
-
-def flags(o: BlockOptions, rotary: object) -> dict[str, int]:
-    """Return the constexpr flags of the passes over tokens."""
-    turn = 0 if rotary is None else 1 + o.rotary_half
-    return {"NORM": o.normalize, "TURN": turn, "EXACT": o.moments == "float32"}
 
 
 def moments_dtype(dtype: torch.dtype, o: BlockOptions, turned: bool) -> torch.dtype:

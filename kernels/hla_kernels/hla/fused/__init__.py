@@ -10,7 +10,7 @@ tokens (`features.mapped`).
 
 Reading order: spec (flags and widths), tiles (basic functions), loops (passes over tokens), algebra (D x D),
 heads (first order; heads.summed: higher orders, centred keys; their backward runs the kernels of split), split, middle,
-plan (static table; plan.paths: choice of the path), launch (launch.table: functions per path). Equations are in
+plan (static table; plan.paths: choice of the path), launch (`PATHS`: functions per path). Equations are in
 `hla_kernels.hla`. The first call of `forward` or `backward` imports Triton; `why_not` does not.
 """
 
@@ -104,8 +104,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, N, H, Dv], contiguous, from q [B, N, H, D], k, v [B, N, Hk, .], and a float32 buffer for `backward`
     (`saved_floats`; empty without `save`)."""
-    from .launch import Call
-    from .launch.table import PATHS
+    from .launch import PATHS, Call
 
     new = torch.empty if seqs.mask is None else torch.zeros  # padded tokens are not written
     o = new((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
@@ -131,7 +130,6 @@ def backward(
     None (no coefficients, or `Spec.fixed`). saved: the buffer of `forward`; if it is empty, its contents are
     recomputed."""
     from . import launch
-    from .launch.table import PATHS
 
     path, floats = path_of(q, v, spec, seqs), saved_floats(q, k, v, spec, seqs)
     again = path != "split" or spec.normalize or spec.feature_map in mapped.MAPS  # not moments alone
@@ -141,7 +139,7 @@ def backward(
     call = launch.Call(spec, *features, v, coefficients, seqs, path)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()  # an expanded gradient (y.sum().backward()) has stride 0
     keys = launch.head_grads(q, outs[1:], seqs.mask)
-    dc = PATHS[path].backward(call, grad, (outs[0], *keys), saved)
+    dc = launch.PATHS[path].backward(call, grad, (outs[0], *keys), saved)
     launch.sum_heads(keys, outs[1:])
     mapped.gradients(spec.feature_map, q, k, outs[:2], outs[:2])
     return None if dc is None else launch.coefficients_grad(call, dc)

@@ -19,7 +19,6 @@ import torch
 from hla_kernels.features import map_kernels
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, launch
-from hla_kernels.hla.fused.launch import summed
 from hla_kernels.sequences import Sequences
 from tests.ops.fused.offline.judge import compile_call, key
 
@@ -54,7 +53,7 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     "shared": of tokens that devices share."""
     kernels = [
         (module, name, kernel)
-        for module in (launch, summed, map_kernels)
+        for module in (launch, map_kernels)
         for name, kernel in vars(module).items()
         if hasattr(kernel, "arg_names")
     ]

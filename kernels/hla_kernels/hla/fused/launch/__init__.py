@@ -1,8 +1,9 @@
-"""Kernel launches and buffers of a call."""
+"""Kernel launches of a call, and the functions of each path."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .. import plan
 from ..heads import head_backward, head_forward
+from ..heads.summed import summed_forward, summed_middle
 from ..loops.first import divide_grads, key_grads, query_grads
 from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
@@ -17,7 +19,7 @@ from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, 
 from ..plan import paths
 from ..spec import ORDERS, operator_dtype, padded, placed
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
-from .call import BLOCK, Call, Outs, Pair, Saved, unfused
+from .call import BLOCK, Call, Kept, Outs, Pair, Saved, unfused
 
 
 def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
@@ -253,3 +255,54 @@ def sum_heads(grads: Pair, keys: Pair) -> None:
             width, block, rows = out.shape[3], 32, out.numel() // out.shape[3]
             group = x.shape[2] // out.shape[2]
             launch(sum_groups, -(-rows // block), x, out, rows, group, W=width, WP=padded(width), BLOCK=block)
+
+
+def summed_widths(call: Call) -> dict:
+    """Return the constexpr widths of the kernels of `heads.summed`; P: the padded width of its matrices."""
+    padded = call.w.F._replace(D=call.w.F.padded)
+    return {"F": call.w.F, "P": padded, "L": call.lay, **call.pick("ORDER", "NORM", "CENTER", "MEAN")}
+
+
+def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
+    """Compute o from q, k, v in one launch; store tensors for the backward unless `saved` is empty."""
+    save = saved.numel() > 0
+    kept = Kept.of(saved, call) if save else Kept.none(call, o)
+    at, a = placed(*call.tokens, o)
+    launch(
+        summed_forward, call.bh, *call.tokens, o, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
+        SAVE=save, PREC=call.prec["PREC"], **summed_widths(call), **plan.summed_config(call.spec, call.w),
+    )  # fmt: skip
+
+
+def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
+    """Compute the sums over queries, the weights by one program per head, then the gradients of tokens."""
+    kept = Kept.of(saved, call)
+    call.turned = False
+    of, ratio = Saved(kept.vectors, kept.matrix), call.ratio()
+    grads = readout_grad(call, g, of, ratio)
+    weights = call.buffer(call.bh, call.lay.KW, dtype=operator_dtype(call.q.dtype))
+    rows = call.buffer(call.bh, 3 * call.lay.fd)
+    room = call.buffer(call.bh, 3, call.w.F.padded**2, dtype=torch.float16)
+    launch(
+        summed_middle, call.bh, kept.vectors, kept.factors, kept.units, grads, room, weights, rows, call.n,
+        call.scale, **summed_widths(call), **plan.SUMMED_MIDDLE,
+    )  # fmt: skip
+    apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
+
+
+class Path(NamedTuple):
+    """Functions of a path. forward(call, o, saved) writes o and fills `saved` unless it is empty. backward(call, g,
+    outs, saved) writes dq, dk, dv (per query head) and returns parts [B, H, ., 4] of d coefficients if learned."""
+
+    forward: Callable[[Call, Tensor, Tensor], None]
+    backward: Callable[[Call, Tensor, Outs, Tensor], Tensor | None]
+
+
+# for each path of `plan.paths.path`
+PATHS = {
+    "heads": Path(head_forward_call, head_backward_call),
+    "first": Path(head_forward_call, first_backward_call),
+    "summed": Path(summed_forward_call, summed_backward_call),
+    "split": Path(split_forward_call, split_backward_call),
+    "first_split": Path(split_forward_call, first_backward_call),
+}

@@ -11,7 +11,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ....sequences import Sequences
 from .. import plan
-from ..spec import Spec, Widths, layout, operator_dtype, placed
+from ..spec import Spec, Widths, layout, operator_dtype, placed, summed_factors, summed_floats
 
 BLOCK = 1024
 Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
@@ -106,3 +106,30 @@ class Call:
     def buffer(self, *shape: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor on the device of the call."""
         return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+
+class Kept(NamedTuple):
+    """Saved tensors per head: vectors [B * H, K] in float32, the operator [B * H, D, D], float16 factors and units."""
+
+    vectors: Tensor
+    matrix: Tensor
+    factors: Tensor
+    units: Tensor
+
+    @classmethod
+    def of(cls, buffer: Tensor, call: Call) -> Kept:
+        """Split a buffer of `spec.summed_floats`."""
+        lay, dtype = call.lay, call.q.dtype
+        lengths = [call.bh * x for x in summed_floats(call.spec, call.w, dtype)]
+        units, vectors, matrix, factors = buffer[: sum(lengths)].split(lengths)
+        matrix = matrix.view(dtype)[: call.bh * lay.fd * lay.dv].view(call.bh, lay.fd, lay.dv)
+        return cls(vectors, matrix, factors.view(torch.float16), units)
+
+    @classmethod
+    def none(cls, call: Call, o: Tensor) -> Kept:
+        """Return tensors for a forward that saves nothing: memory for factors of a ratio that go through memory,
+        otherwise o as a placeholder."""
+        if call.w.F.D2 == 0 or not call.spec.normalize:
+            return cls(o, o, o, o)
+        factors = call.buffer(call.bh, summed_factors(call.spec), call.w.F.padded**2, dtype=torch.float16)
+        return cls(o, o, factors, call.buffer(call.bh, 4))

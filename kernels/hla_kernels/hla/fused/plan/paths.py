@@ -58,7 +58,7 @@ def saves(
 def path(
     spec: Spec, w: Widths, batch_heads: int, n: int, dtype: torch.dtype, own: bool, save: bool = True
 ) -> str:
-    """The name in `launch.table.PATHS` of the forward and the backward of a call, or without `save` of a forward that
+    """The name in `launch.PATHS` of the forward and the backward of a call, or without `save` of a forward that
     no backward follows."""
     split = bool(saves(spec, w, batch_heads, n, dtype, own, save))
     if spec.alone(dtype):
