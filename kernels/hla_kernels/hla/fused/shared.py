@@ -93,7 +93,7 @@ class Shared(NamedTuple):
             weights, rows, dc = launch.middle_grads(call, grads, saved)
             if call.most > 0:
                 of = ratio if self.spec.normalize else None
-                launch.apply_grads_call(call, g, (dq, *keys), saved, of, weights, rows, False)
+                launch.apply_grads_call(call, g, (dq, *keys), saved, of, weights, rows)
         elif call.most > 0:
             launch.first_key_call(call, (dq, *keys), saved, grads)
         if call.most > 0:

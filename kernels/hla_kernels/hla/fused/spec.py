@@ -30,21 +30,6 @@ class Spec(NamedTuple):
     q_scale: float = 1.0
     fixed: bool = False  # coefficients need no gradient
 
-    @property
-    def learned(self) -> bool:
-        """Whether the backward computes the gradient of coefficients."""
-        return self.op == "polynomial" and not self.fixed
-
-    def flags(self) -> dict[str, int]:
-        """Return the constexpr flags of all kernels."""
-        return {
-            "ORDER": ORDERS[self.op],
-            "NORM": self.normalize,
-            "CENTER": CENTERS[self.center],
-            "MEAN": self.mean_path,
-            "RIDGE": self.ridge != 0.0,
-        }
-
     def alone(self, dtype: torch.dtype) -> bool:
         """Whether a call is a ratio of first order, whose backward is `loops.first`: every token is read once a
         direction."""

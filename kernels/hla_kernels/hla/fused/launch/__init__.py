@@ -142,6 +142,7 @@ def sum_queries(
 def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return weights [B * H, KW], rows [B * H, 2 F + V] and parts [B, H, blocks, 4] of d coefficients."""
     lay, sizes = call.lay, call.middle_sizes("middle_grads")
+    learned = call.spec.op == "polynomial" and not call.spec.fixed
     weights = call.buffer(call.bh, lay.KW, dtype=operator_dtype(call.q.dtype))
     rows = call.buffer(call.bh, 2 * lay.fd + lay.dv)
     common = {**sizes, "TURNED": call.turned}
@@ -153,7 +154,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
         **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **common,
     )  # fmt: skip
     blocks = -(-lay.fd // sizes["BR"])
-    dc = call.buffer(call.b, call.h, blocks, 4) if call.spec.learned else None
+    dc = call.buffer(call.b, call.h, blocks, 4) if learned else None
     common |= call.pick("ORDER", "NORM", "CENTER")
     order = ORDERS[call.spec.op]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
@@ -179,25 +180,16 @@ def split_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Ten
     of = Saved.of(saved, call) if saved.numel() > 0 else prepare(call, room_of(call))
     ratio = call.ratio()
     weights, rows, dc = middle_grads(call, readout_grad(call, g, of, ratio), of)
-    apply_grads_call(call, g, outs, of, ratio, weights, rows, False)
+    apply_grads_call(call, g, outs, of, ratio, weights, rows)
     return dc
 
 
-def apply_grads_call(
-    call: Call,
-    g: Tensor,
-    outs: Outs,
-    saved: Saved,
-    ratio: Tensor | None,
-    weights: Tensor,
-    rows: Tensor,
-    rows_done: bool,
-) -> None:
-    """Compute dq, dk, dv from the weights of every head in one launch."""
+def apply_grads_call(call: Call, g: Tensor, outs: Outs, saved: Saved, *weights: Tensor | None) -> None:
+    """Compute dq, dk, dv from the ratio, the weights and the rows of every head in one launch."""
     config = plan.apply_config("backward", call.spec, call.w, call.q.dtype, call.g > 1)
     call.write_tokens(
-        apply_grads, config, (*call.tokens, g, *outs), (*saved, ratio, weights, rows), (call.g,),
-        long=paths.cut(call.w) and call.spec.op == "polynomial", ROWS_DONE=rows_done,
+        apply_grads, config, (*call.tokens, g, *outs), (*saved, *weights), (call.g,),
+        long=paths.cut(call.w) and call.spec.op == "polynomial", ROWS_DONE=call.summed,
         **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
     )  # fmt: skip
 
@@ -277,7 +269,6 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
 def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
     """Compute the sums over queries, the weights by one program per head, then the gradients of tokens."""
     kept = Kept.of(saved, call)
-    call.turned = False
     of, ratio = Saved(kept.vectors, kept.matrix), call.ratio()
     grads = readout_grad(call, g, of, ratio)
     weights = call.buffer(call.bh, call.lay.KW, dtype=operator_dtype(call.q.dtype))
@@ -287,7 +278,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
         summed_middle, call.bh, kept.vectors, kept.factors, kept.units, grads, room, weights, rows, call.n,
         call.scale, **summed_widths(call), **plan.SUMMED_MIDDLE,
     )  # fmt: skip
-    apply_grads_call(call, g, outs, of, ratio, weights, rows, True)
+    apply_grads_call(call, g, outs, of, ratio, weights, rows)
 
 
 class Path(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ....sequences import Sequences
 from .. import plan
-from ..spec import Spec, Widths, layout, operator_dtype, placed, summed_factors, summed_floats
+from ..spec import CENTERS, ORDERS, Spec, Widths, layout, operator_dtype, placed, summed_factors, summed_floats
 
 BLOCK = 1024
 Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
@@ -56,13 +56,17 @@ class Call:
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
         self.planned = plan.planned(self.bh)
         self.w = Widths.of(q.shape[3], v.shape[3])
-        self.flags = spec.flags()
+        self.flags = {
+            "ORDER": ORDERS[spec.op], "NORM": spec.normalize, "CENTER": CENTERS[spec.center], "MEAN": spec.mean_path,
+            "RIDGE": spec.ridge != 0.0,
+        }  # fmt: skip
         self.prec = plan.precisions(spec, self.w, q.dtype, self.most, self.planned)
         self.scale = spec.scale_of(self.most)
         lay = layout(spec, self.w)
         self.lay = lay if path.endswith("split") else lay.vectors()  # one program per head keeps no moments
+        self.summed = path == "summed"
         # products with C read dM along V, the others dM' along F
-        self.turned = spec.op in ("hla2", "polynomial")
+        self.turned = spec.op in ("hla2", "polynomial") and not self.summed
 
     def pick(self, *names: str) -> dict:
         """Return some of the flags."""
@@ -77,7 +81,7 @@ class Call:
         numbers: tuple, **options: Any,
     ) -> None:  # fmt: skip
         """Launch a pass over the tokens of every head in `parts` programs. tokens: the first arguments of the kernel,
-        whose strides follow the `pointers`, absent ones with those of the first; numbers: its arguments behind N, H."""
+        whose strides follow the `pointers` (of an absent one: of the first); numbers: its arguments behind N, H."""
         at, a = placed(*(tokens[0] if x is None else x for x in tokens))
         launch(
             kernel, self.bh * parts, *tokens, *pointers, *at, self.n, self.h, *numbers, ALIGN=a,
