@@ -175,6 +175,14 @@ def test_a_backward_under_hooks_of_saved_tensors(op):
         assert torch.equal(a, b)
 
 
+def test_arguments_without_effect():
+    """Columns of rank 0 alone need a gradient."""
+    q, k, v = torch.randn(3, 1, 5, 2, 8).unbind()
+    a = torch.zeros(1, 5, 2, 0, 8, requires_grad=True)
+    (found,) = torch.autograd.grad(hk.delta(q, k, v, a=a, b=a.detach()).sum(), a)
+    assert found.shape == a.shape
+
+
 @pytest.mark.parametrize("packed", (False, True))
 def test_fixed_coefficients(packed):
     """Frozen or not, compiled or not: the same gradients of the tokens, and none of frozen coefficients."""

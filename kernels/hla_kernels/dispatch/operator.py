@@ -264,7 +264,10 @@ def vjp(function: Callable, *inputs: Tensor) -> tuple[Any, Callable[[Any], tuple
 
     def pull(grads: Any) -> tuple[Tensor, ...]:
         grads = grads if isinstance(grads, tuple) else (grads,)
-        used, given = zip(*((x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad), strict=True)
+        some = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
+        if not some:  # the inputs have no effect
+            return tuple(map(torch.zeros_like, inputs))
+        used, given = zip(*some, strict=True)
         return torch.autograd.grad(used, own, given, allow_unused=True, materialize_grads=True)
 
     found = tuple(x.detach() for x in outputs)
