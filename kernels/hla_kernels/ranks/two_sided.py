@@ -65,7 +65,8 @@ def _forward(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: 
         (sums,) = stage("sums", (q, k, v, spec), lambda: (shared.own_sums(q, k, v, spec),))
         sums[-1:].fill_(q.shape[1])
         dist.all_reduce(sums, group=group)
-        counts.copy_(shared.table(sums[-1:], spec))
+        n = sums[-1:]  # of all tokens
+        counts.copy_(torch.cat([n, spec.scales(n)]))
         call = shared.Shared(spec, q, k, v, coefficients, counts, dist.get_world_size(group))
         stage("outputs", call, call.outputs, sums, o, buffer)
     return o, saved

@@ -131,9 +131,8 @@ def backward(
     recomputed."""
     from . import launch
 
-    path, floats = path_of(q, v, spec, seqs), saved_floats(q, k, v, spec, seqs)
-    again = path != "split" or spec.normalize or spec.feature_map in mapped.MAPS  # not moments alone
-    if saved.numel() == 0 and again and floats > 0:
+    path = path_of(q, v, spec, seqs)
+    if saved.numel() == 0 and saved_floats(q, k, v, spec, seqs) > 0:
         saved = forward(q, k, v, coefficients, spec, save=True, seqs=seqs)[1]
     saved, features = mapped.split(spec.feature_map, saved, q, k)
     call = launch.Call(spec, *features, v, coefficients, seqs, path)

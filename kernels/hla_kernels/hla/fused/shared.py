@@ -6,7 +6,7 @@
     token_grads      dq, dk, dv of this device's tokens
 
 All devices compute the D x D algebra. A device without tokens launches that alone, on zeros. Numbers of tokens are read
-on the device (`table`).
+on the device.
 """
 
 from __future__ import annotations
@@ -32,11 +32,6 @@ def own_sums(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
         sums = out[:-1].view(call.bh, call.lay.K)
         launch.add_parts_call(call, *launch.reduce_call(call, sums, False), sums)
     return out
-
-
-def table(n: Tensor, spec: Spec) -> Tensor:
-    """Return the number of all tokens and the scale of a moment, [2]."""
-    return torch.cat([n, spec.scales(n)])
 
 
 class Shared(NamedTuple):

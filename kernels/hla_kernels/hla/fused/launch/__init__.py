@@ -17,7 +17,7 @@ from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
 from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
 from ..plan import paths
-from ..spec import ORDERS, operator_dtype, padded, placed
+from ..spec import operator_dtype, padded, placed
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
 from .call import BLOCK, Call, Kept, Outs, Pair, Saved, unfused
 
@@ -43,14 +43,14 @@ def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None
     )  # fmt: skip
 
 
-def prepare(call: Call, buffer: Tensor) -> Saved:
-    """Compute the moments and the operator: reduce, combine (for several parts), middle."""
-    saved = Saved.of(buffer, call)
+def split_forward_call(call: Call, o: Tensor, buffer: Tensor) -> None:
+    """Launch reduce -> combine (for several parts) -> middle -> apply; store the moments unless `buffer` is empty."""
+    saved = Saved.of(buffer if buffer.numel() > 0 else room_of(call), call)
     partial, parts = reduce_call(call, saved.state, True)
     if parts > 1:
         combine_call(call, partial, parts, saved.state)
     middle_call(call, saved, parts == 1 and plan.reduce_roles(call.spec, call.w, call.q.dtype) == 1)
-    return saved
+    apply_call(call, o, saved)
 
 
 def reduce_call(call: Call, out: Tensor | None, final: bool) -> tuple[Tensor | None, int]:
@@ -96,11 +96,6 @@ def add_parts_call(call: Call, partial: Tensor | None, parts: int, out: Tensor) 
         blocks = -(-length // BLOCK)
         sizes = {"LEN": length, "K": length, "BLOCKS": blocks, "BLOCK": BLOCK}
         launch(add_parts, call.bh * blocks, partial, out, parts, call.bh, **sizes)
-
-
-def split_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
-    """Launch reduce -> combine -> middle -> apply; store the moments unless `saved` is empty."""
-    apply_call(call, o, prepare(call, saved if saved.numel() > 0 else room_of(call)))
 
 
 def room_of(call: Call) -> Tensor:
@@ -156,7 +151,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     blocks = -(-lay.fd // sizes["BR"])
     dc = call.buffer(call.b, call.h, blocks, 4) if learned else None
     common |= call.pick("ORDER", "NORM", "CENTER")
-    order = ORDERS[call.spec.op]
+    order = call.flags["ORDER"]
     cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
     if order > 1 or call.spec.sums:
         # fused multiply-adds would round differently in the threads that share a sum and all write it
@@ -175,12 +170,11 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     return weights, rows, dc
 
 
-def split_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> Tensor | None:
-    """Launch (moments if `saved` is empty) -> reduce dM -> middle -> apply; return parts of d coefficients."""
-    of = Saved.of(saved, call) if saved.numel() > 0 else prepare(call, room_of(call))
-    ratio = call.ratio()
-    weights, rows, dc = middle_grads(call, readout_grad(call, g, of, ratio), of)
-    apply_grads_call(call, g, outs, of, ratio, weights, rows)
+def split_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> Tensor | None:
+    """Launch reduce dM -> middle -> apply; return parts of d coefficients."""
+    saved, ratio = Saved.of(buffer, call), call.ratio()
+    weights, rows, dc = middle_grads(call, readout_grad(call, g, saved, ratio), saved)
+    apply_grads_call(call, g, outs, saved, ratio, weights, rows)
     return dc
 
 
