@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...hla.fused.plan import PROGRAMS
+from ...hla.fused.plan import PROGRAMS, divided
 from ...hla.fused.spec import Widths, split_width
 
 Config = dict[str, int]
@@ -132,20 +132,14 @@ def grads_config(m: int, dtype: torch.dtype) -> Config:
     return {"BM": bm, "BC": columns, "num_warps": 4 if bm > 16 else 2, "num_stages": 3}
 
 
-def cut(whole: int, parts: int, unit: int = 1) -> tuple[int, int]:
-    """Return (parts, size of a part) of `whole` cut into at most so many parts of whole units."""
-    chunk = -(-whole // (parts * unit)) * unit
-    return -(-whole // chunk), chunk
-
-
 def reduce_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
     """Return (parts, tokens per part) of a pass whose parts are added afterwards: enough programs to fill the GPU."""
-    return cut(widest, max(1, min(-(-widest // 256), PROGRAMS // programs)), bn)
+    return divided(widest, max(1, min(-(-widest // 256), PROGRAMS // programs)), bn)
 
 
 def anchor_parts(n: int, heads: int, bn: int) -> tuple[int, int]:
     """Return (parts, tokens per part) of the mean of v: a thousand tokens, or fewer to fill the GPU."""
-    return cut(n, max(-(-n // 1024), min(-(-n // 256), -(-2 * PROGRAMS // heads))), bn)
+    return divided(n, max(-(-n // 1024), min(-(-n // 256), -(-2 * PROGRAMS // heads))), bn)
 
 
 def apply_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
@@ -158,10 +152,10 @@ def mix_parts(heads: int, tiles: int, columns: int, config: Config, back: bool =
     """Return (parts, tiles of columns per part) of `mix`: four programs per multiprocessor; two if it sums gradients
     with its largest tiles, where each program stores a large gradient of the mixing matrix."""
     whole, few = -(-columns // config["BC"]), back and config["BM"] > 64
-    return cut(whole, max(1, min(whole, round((1 if few else 2) * PROGRAMS / (heads * tiles)))))
+    return divided(whole, max(1, min(whole, round((1 if few else 2) * PROGRAMS / (heads * tiles)))))
 
 
 def column_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
     """Return (parts, tiles of columns per part) of the sums of `mixing_grads`."""
     whole = -(-columns // bc)
-    return cut(whole, max(1, min(-(-whole // 4), round(2 * PROGRAMS / (heads * tiles)))))
+    return divided(whole, max(1, min(-(-whole // 4), round(2 * PROGRAMS / (heads * tiles)))))

@@ -174,12 +174,16 @@ def middle_widths(spec: Spec, w: Widths, mid: str) -> Widths:
     return Widths(in_halves(w.F), in_halves(w.V)) if spec.op == "hla2" and mid == "tf32x3" else w
 
 
+def divided(whole: int, parts: int, unit: int = 1) -> tuple[int, int]:
+    """Return (parts, size of a part) of `whole` cut into at most so many parts of whole units."""
+    chunk = -(-whole // (parts * unit)) * unit
+    return -(-whole // chunk), chunk
+
+
 def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
     """Return (parts, tokens per part): enough programs to fill the GPU, with at least 256 tokens each. Depends on sizes
     only."""
-    parts = max(1, min(-(-n // 256), round(PROGRAMS / batch_heads)))
-    chunk = -(-n // (parts * bn)) * bn
-    return -(-n // chunk), chunk
+    return divided(n, max(1, min(-(-n // 256), round(PROGRAMS / batch_heads))), bn)
 
 
 def query_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
