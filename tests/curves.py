@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def drawn_once() -> Iterator[None]:
-    """Let runs in this process, if their module was imported before, write the picture that the first run drew;
-    lines and axes are made each time."""
+    """Draw the curves of the first run of this process, and write the same picture for the others.
+
+    Nothing changes where the module that draws was not imported yet. Lines and axes are made each time."""
     if "zoo.train.metrics_log" not in sys.modules:
         yield
         return

@@ -56,8 +56,8 @@ from .options import (
 )
 from .sequences import WHOLE, Sequences, real
 from .softmax.adaptive.call import AdaptiveCall
-from .softmax.multipoles import FORMS, PREPARE, MultipoleCall
-from .softmax.multipoles import why_not as why_not_multipole
+from .softmax.implementations import FORMS, PREPARE, MultipoleCall
+from .softmax.implementations import why_not as why_not_multipole
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call

@@ -10,6 +10,7 @@ from tests.ops.cases import (
     DECAYS,
     LINEAR,
     OPTIONS,
+    Constant,
     assert_same,
     coefficients,
     defined,
@@ -124,18 +125,6 @@ def test_gradients_through_state(op, causal):
     ours, truth = (torch.autograd.grad(y.square().sum(), inputs) for y in (last, whole))
     for a, b in zip(ours, truth, strict=True):
         assert_same(a, b)
-
-
-class Constant(torch.autograd.Function):
-    """x -> x whose backward says that there is no gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
 
 
 @pytest.mark.parametrize("causal", [False, True])

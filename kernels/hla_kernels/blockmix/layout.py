@@ -77,7 +77,7 @@ def slots_of(layout: Layout, start: int, n: int, device: torch.device) -> tuple[
 def _slots_of(layout: Layout, start: int, n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     table = [0]
     for length, m in zip(layout.grid, layout.blocks, strict=True):
-        table = [block * m + block_of(p, length, m) for block in table for p in range(length)]  # type: ignore[misc]
+        table = [block * m + int(block_of(p, length, m)) for block in table for p in range(length)]
     table = [0] * layout.prefix + [block + (layout.prefix > 0) for block in table]
     slots: dict[int, list[int]] = {block: [] for block in sorted(set(table[start : start + n]))}
     for token, block in enumerate(table[start : start + n]):

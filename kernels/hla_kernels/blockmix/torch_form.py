@@ -42,11 +42,12 @@ def prepare_heads(
     """Return the tokens in the dtype of moments, and their features; both are zero outside `mask`."""
     n_key_heads, dtype = k.shape[2], compute_dtype(q.dtype)
     qh, kh, vh = (live_heads(to_heads(x, n_key_heads, dtype), mask) for x in (q, k, v))
-    features = plain = tuple(live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
+    fq, fk = (live_heads(feature(x, options.feature_map), mask) for x in (qh, kh))
+    plain = features = fq, fk
     if rotary is not None:
-        features = tuple(rotate(x, *rotary, options.rotary_half) for x in plain)
+        features = rotate(fq, *rotary, options.rotary_half), rotate(fk, *rotary, options.rotary_half)
     m, s = mixing_heads(mixing, n_key_heads, dtype), scale_of(options, q.shape[1], mask, qh)
-    return Prepared(features, plain, vh, m, s)  # type: ignore[arg-type]
+    return Prepared(features, plain, vh, m, s)
 
 
 def evaluate(

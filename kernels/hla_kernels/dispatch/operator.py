@@ -68,17 +68,18 @@ def custom_op(name: str, schema: str | None = None) -> Callable[[Callable], Oper
 
 def token_operators(
     name: str, count: int, schema: str, forward: Callable, outputs: Callable, backward: Callable,
-    last: Callable | None = None,
-) -> tuple[Operator, Operator]:
+    last: Callable | None = None, *, collective: bool = False,
+) -> tuple[Operator, Operator]:  # fmt: skip
     """Define an operator of `count` tensors of tokens (`TOKENS`; qkv [B, N, 3, H, D] is packed), and its backward.
 
     schema: the arguments behind the tokens: first a tensor that may have a gradient, then others, perhaps with "bool
     save=False", which the backward does not have. forward(tokens, *arguments) returns the output and what the backward
     needs, outputs the same for fake tensors. backward(grad, saved, tokens, *arguments) returns the gradients of the
     tokens and of the tensor behind them (without elements if none is needed), last(tokens, *arguments) the latter for
-    fake tensors; None if it is always needed."""
+    fake tensors; None if it is always needed. collective: the backward exchanges sums with other ranks, so it runs on
+    every rank, also on one whose output has no gradient."""
     tokens, results, save = TOKENS[count], ", ".join(["Tensor"] * (count + 1)), "bool save=False"
-    at, shared = count + [*schema.split(", "), save].index(save), schema.endswith("str group")
+    at = count + [*schema.split(", "), save].index(save)
     own = custom_op(name, f"({tokens}, {schema}) -> (Tensor, Tensor)")(lambda *x: forward(x[:count], *x[count:]))
     own.register_fake(lambda *x: outputs(x[:count], *x[count:]))
     rest = schema.replace(f"{save}, ", "").replace(f", {save}", "")
@@ -97,7 +98,7 @@ def token_operators(
 
     def gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple:
         given, (saved,) = _saved(ctx)
-        if grad is None and shared:  # other ranks may have a gradient, and wait for this one
+        if grad is None and collective:
             grad = given[0].new_zeros((*given[0].shape[:3], given[2].shape[3]))
         if grad is None:  # no gradient of the output, hence none of the inputs
             return (None,) * len(given)

@@ -138,7 +138,8 @@ def _mixing_grad(tokens: Sequence[Tensor], mixing: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(mixing, memory_format=torch.contiguous_format)
 
 
-shared_mhla, _ = token_operators("shared_mhla", 3, SCHEMA, _forward, _room, _backward, _mixing_grad)
+RULES = (SCHEMA, _forward, _room, _backward, _mixing_grad)
+shared_mhla, _ = token_operators("shared_mhla", 3, *RULES, collective=True)
 
 
 def _add(moments: Iterable[Tensor | None], group: Any) -> None:

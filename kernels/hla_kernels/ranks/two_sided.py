@@ -97,4 +97,5 @@ def _coefficients_grad(tokens: Sequence[Tensor], coefficients: Tensor | None, *a
     return coefficients.new_empty(coefficients.shape)
 
 
-shared_two_sided, _ = token_operators("shared_two_sided", 3, SCHEMA, _forward, _outputs, _backward, _coefficients_grad)
+RULES = (SCHEMA, _forward, _outputs, _backward, _coefficients_grad)
+shared_two_sided, _ = token_operators("shared_two_sided", 3, *RULES, collective=True)

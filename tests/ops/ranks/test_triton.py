@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import hla_kernels as hk
 from tests.helpers.error_rule import LIMITS
+from tests.ops.cases import Constant
 from tests.ops.fused.children import OLD_INTERPRETER
 from tests.ops.ranks.processes import Found, every_case, gathered, noise, on_ranks
 
@@ -89,18 +90,6 @@ def work() -> Found:
     return every_case(operate, list(CASES), SHARES) | compiled("aot_eager") | without_gradient()
 
 
-class Nothing(torch.autograd.Function):
-    """A function whose gradient is undefined."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
 def without_gradient() -> Found:
     """Gradients of the tokens, where the outputs of the first rank have none: the other waits for it."""
     found = {}
@@ -110,14 +99,15 @@ def without_gradient() -> Found:
         qkv = [noise(1, N, 2, 16, seed=i).float() for i in range(3)]
         shares = [x.split(SHARES["both"], 1)[dist.get_rank()].requires_grad_() for x in qkv]
         o = hk.sharded(op, *shares, group=dist.group.WORLD, **more, **options)
-        o = o if dist.get_rank() else Nothing.apply(o)
+        o = o if dist.get_rank() else Constant.apply(o)
         grads = torch.autograd.grad(o.sum() + sum(x.sum() for x in shares), shares)
         found[f"no gradient of {case}"] = {str(i): g - 1 for i, g in enumerate(grads)}
     return found
 
 
 def compiled(backend: str, device: str = "cpu") -> Found:
-    """o and the gradients of tokens, of one graph without breaks: minus those of eager code."""
+    """Return compiled minus eager results, o and the gradients of the tokens, relative to the eager ones; a graph
+    break raises."""
     found = {}
     for case in COMPILED:
         op, options, *_ = CASES[case]
