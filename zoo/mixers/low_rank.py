@@ -348,7 +348,7 @@ def segments(n: int, m: int, mask: Tensor | None, device: torch.device) -> Tenso
     """
     i = torch.arange(m, device=device)
     if mask is None:
-        position, count = torch.arange(n, device=device)[None], torch.tensor([[n]], device=device)
+        position, count = torch.arange(n, device=device)[None], torch.full((1, 1), n, device=device)
     else:
         position, count = torch.where(mask, mask.cumsum(1) - 1, -1), mask.sum(1, keepdim=True)
     start, end = i * count // m, -(-(i + 1) * count // m)  # [B, M]

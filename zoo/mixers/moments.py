@@ -22,7 +22,9 @@ class MomentMixer(LinearMixer):
     def total_count(self, count: int | Tensor, like: Tensor) -> int | Tensor:
         """Return the number of tokens on all these devices; with a mask, of real tokens, at least 1."""
         if self.group is not None:
-            count = self.total(torch.as_tensor(count, device=like.device, dtype=torch.float32))
+            if not isinstance(count, Tensor):  # `as_tensor` would wait for the GPU
+                count = torch.full((), count, device=like.device)
+            count = self.total(count.float())
         return count.clamp(min=1) if isinstance(count, Tensor) else count
 
 

@@ -1,5 +1,6 @@
 """Products of key-value moments: multilinear attention and Strassen-type attention of pairs of tokens."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -134,7 +135,8 @@ class Multilinear(ProductMixer):
         return 1 + added
 
     def read(self, q: Tensor, moments: Tensor, values: Tensor, rotate: Rotate | None) -> Tensor:
-        return apply_matrix(q, moments.prod(0))
+        # the gradient of Tensor.prod waits for the GPU
+        return apply_matrix(q, functools.reduce(torch.mul, moments.unbind()))
 
 
 class Strassen(ProductMixer):
