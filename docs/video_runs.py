@@ -40,6 +40,8 @@ KINDS = {  # name -> words of the fine-tuning
     "ahla": ["model.mixer=ahla", "model.keep_softmax=[]"],
     "la": ["model.mixer=la", "model.keep_softmax=[]"],
     "mhla": ["model.mixer=mhla", "model.keep_softmax=[]"],
+    "multipole 1/8": ["model.mixer=multipole", "model.keep_softmax=[]"],
+    "multipole 1/16": ["model.mixer=multipole", "model.mixer_options={density: 0.0625}", "model.keep_softmax=[]"],
 }
 
 
@@ -59,7 +61,7 @@ def cut(videos: Path) -> list[str]:
 
 def train(name: str, file: str, words: list[str]) -> dict:
     """The result of a run, carried out or what is left of it."""
-    folder = RUNS / name.replace(" ", "_").replace(":", "")
+    folder = RUNS / name.translate(str.maketrans(" /", "__", ":"))
     if (folder / "result.json").is_file():
         return config.yaml.safe_load((folder / "result.json").read_text()) | {"folder": folder}
     settings = config.load(DiffusionSettings, ROOT / "configs" / "video" / file, [f"run.folder={folder}", *words])
