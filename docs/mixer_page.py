@@ -87,7 +87,8 @@ def page() -> str:
 
 def small_tasks(result: dict[str, Any]) -> str:
     """Make the tables of the small tasks."""
-    return arena.report.text(result, speeds())
+    states = {name: of_class(STATES, kind) for name, kind in MIXERS.items() if "causal" in order(name, kind)}
+    return arena.report.text(result, speeds(), states)
 
 
 def speeds() -> list[dict[str, Any]]:

@@ -293,6 +293,8 @@ def test_gains_over_first_order():
         "| recall 4 (2 layers) | 10.0 +- 1.0 (2) | ahla +0.5 +- 0.9 (parameters x 1.00, speed x 1.00) | - | "
         "gdn **+10.0** +- 1.6 (parameters x 2.00, speed x 1.00) |"
     ) in lines
+    states = text({"rows": rows}, states={"la": "D^2"}).splitlines()
+    assert [line.split(" | ")[3] for line in states[2:6]] == ["D^2", "-", "-", "-"]
     clear = "- recall 4 (2 layers): delta rule: gdn **+10.0** +- 1.6 (parameters x 2.00, speed x 1.00)."
     assert lines[lines.index("Clearly better than first order:") + 2 :] == [clear]
 

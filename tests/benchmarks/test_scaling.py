@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import report, scaling
+from benchmarks import plots, report, scaling
 from benchmarks.profile import Traffic
 from zoo.models.convert import swap
 
@@ -89,6 +89,20 @@ def test_efficiency():
     assert report.efficiency([one, four], four) == pytest.approx((0.8, 0.025))
     assert report.efficiency([four], four) is None
     assert report.efficiency([{**one, "layers": 30}, four], four) is None
+
+
+def test_figure_of_the_rows_with_the_most_layers(tmp_path, monkeypatch):
+    """Cases without a row of one GPU have no panel."""
+    shared = {"model": "wan_1.3b", "tokens": 12, "mode": "infer", "method": "la", "results": [2.0]}
+    rows = [
+        {**shared, "layers": n, "gpus": g, "ms": ms}
+        for n, g, ms in ((2, 1, 8.0), (2, 2, 4.0), (8, 1, 9.0), (8, 2, 6.0))
+    ]
+    figures = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, file, **options: figures.append(figure))
+    plots.draw_scaling({"hardware": "", "rows": [*rows, {**rows[3], "mode": "train"}]}, tmp_path / "a.png")
+    (panel,) = figures[0].axes
+    assert [list(line.get_ydata()) for line in panel.lines] == [[1.0, 0.75]]
 
 
 def test_efficiency_of_a_fixed_batch_per_gpu():

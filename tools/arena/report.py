@@ -19,8 +19,9 @@ GROUPS = {
 }
 CLEAR = 2  # standard errors
 SCORES = """Percent right, or relative L2 error (less is better): mean +- deviation over seeds (number of seeds), at the
-best learning rate that was run. Parameters: smallest and largest network. Tokens/s: training steps of a process that
-has the GPU alone."""
+best learning rate that was run. Parameters: smallest and largest network. Causal state: numbers per head that are kept
+of earlier tokens (N tokens, D channels, M blocks; "-": no causal form). Tokens/s: training steps of a process that has
+the GPU alone."""
 GAINS = """Best mixer of each group minus `la` (first order, feature map `power`), +- standard error; bold: above two
 standard errors and not rounded to zero. The best mixer is chosen by the same scores, which favours groups with more
 mixers. Cost relative to `la`: parameters{measured}."""
@@ -51,22 +52,24 @@ def is_accuracy(found: Rows) -> bool:
     return found[0]["measure"] == "accuracy"
 
 
-def text(result: dict[str, Any], speeds: Rows | None = None) -> str:
+def text(result: dict[str, Any], speeds: Rows | None = None, states: dict[str, str] | None = None) -> str:
     """Return Markdown: scores, and the gains of higher orders, blocks and delta rules over first order.
 
-    speeds: rows of processes that had a GPU alone; without them, the rows of the result.
+    speeds: rows of processes that had a GPU alone; without them, the rows of the result. states: mixer -> numbers per
+    head that its causal form keeps of earlier tokens, a column of the table.
     """
     tasks, mixers, cells = by_cell(result)
     rates = speeds_of(result["rows"] if speeds is None else speeds)
     constant = {task: row["constant"] for (_, task), found in cells.items() for row in found}
     timed = list(dict.fromkeys(task for _, task in rates))
-    head = ["mixer", *tasks, "parameters", *(f"tokens/s, {task}" for task in timed)]
+    head = ["mixer", *tasks, "parameters", *["causal state"] * bool(states), *(f"tokens/s, {task}" for task in timed)]
     lines = [
         [m, *(cell(cells.get((m, t), [])) for t in tasks), parameters(m, cells)]
+        + [(states or {}).get(m.partition(" ")[0], "-")] * bool(states)
         + [f"{rates[m, t]:,.0f}" if (m, t) in rates else "-" for t in timed]
         for m in mixers
     ]  # fmt: skip
-    lines.append(["constant answer", *(f"{constant[t]:.4g}" for t in tasks), "-", *("-" for _ in timed)])
+    lines.append(["constant answer", *(f"{constant[t]:.4g}" for t in tasks), *["-"] * (len(head) - 1 - len(tasks))])
     return "\n\n".join(["\n".join(markdown_table(head, lines)), SCORES, *against_first_order(result, speeds)])
 
 

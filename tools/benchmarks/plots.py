@@ -110,25 +110,30 @@ def draw_video(result: Row, file: Path) -> None:
     save_figure(figure, file, dpi=130)
 
 
+def _layers(row: Row) -> int:
+    """Number of layers of a row, 0 for all of the model."""
+    return row.get("layers") or 0
+
+
 def draw_scaling(result: Row, file: Path) -> None:
-    """Draw lines: parallel efficiency against the number of GPUs, one panel per model, tokens and mode."""
-    plt, rows = pyplot(), result["rows"]
-    cases = list(dict.fromkeys((row["model"], row["tokens"], row["mode"]) for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows if row["gpus"] > 1))
+    """Draw lines: parallel efficiency against the number of GPUs, one panel per model, tokens and mode, of the rows
+    with the most layers."""
+    plt, most = pyplot(), {row["model"]: row.get("layers") for row in sorted(result["rows"], key=_layers)}
+    rows = [row for row in result["rows"] if row.get("layers") == most[row["model"]]]
+    found: dict[tuple, dict[str, dict[int, float]]] = {}  # case -> method -> GPUs -> highest of all batches per GPU
+    for row in rows:
+        if row["gpus"] > 1 and (pair := efficiency(rows, row)):
+            lines = found.setdefault((row["model"], row["tokens"], row["mode"]), {})
+            best = lines.setdefault(row["method"], {1: 1.0})
+            best[row["gpus"]] = max(best.get(row["gpus"], 0.0), pair[0])
+    methods = dict.fromkeys(method for lines in found.values() for method in lines)
     colors = dict(zip(methods, COLORS, strict=False))
     figure, panels = plt.subplots(
-        1, len(cases), figsize=(3 * len(cases), 3.4), layout="constrained", sharey=True, squeeze=False
+        1, len(found), figsize=(3 * len(found), 3.4), layout="constrained", sharey=True, squeeze=False
     )
-    for axes, case in zip(panels[0], cases, strict=True):
-        for method, color in colors.items():
-            own = [r for r in rows if (r["model"], r["tokens"], r["mode"], r["method"]) == (*case, method)]
-            best = {1: 1.0}  # number of GPUs -> the highest efficiency of all batches per GPU
-            for row in own:
-                if (pair := efficiency(rows, row)) and row["gpus"] > 1:
-                    best[row["gpus"]] = max(best.get(row["gpus"], 0.0), pair[0])
-            points = sorted(best.items())
-            if len(points) > 1:
-                axes.plot(*zip(*points, strict=True), color=color, marker="o", label=method)
+    for axes, (case, lines) in zip(panels[0], found.items(), strict=True):
+        for method, best in lines.items():
+            axes.plot(*zip(*sorted(best.items()), strict=True), color=colors[method], marker="o", label=method)
         gpus = sorted({row["gpus"] for row in rows})
         axes.set(title="{}, {} tokens, {}".format(*case), xlabel="GPUs", xticks=gpus, ylim=(0, 1.1))
         axes.title.set_fontsize(8)
