@@ -58,6 +58,7 @@ from .sequences import WHOLE, Sequences, real
 from .softmax.adaptive.call import AdaptiveCall
 from .softmax.implementations import FORMS, PREPARE, MultipoleCall
 from .softmax.implementations import why_not as why_not_multipole
+from .softmax.multipole import MultipoleCall as PlainMultipoleCall
 from .softmax.reference import reference as softmax_reference
 from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
@@ -66,6 +67,7 @@ from .softmax.taylor.reference import definition as taylor_definition
 
 # arguments of a call in addition to tokens and `Options`
 BESIDE = ("coefficients", "state", "return_state", "key_padding_mask", "cu_seqlens", "max_seqlen")
+AMD = Fault("the Triton forms are for NVIDIA GPUs, not for AMD's")
 SLOWER = {
     "reference": "slower: it is the definition, with N x N matrices or token by token",
     "torch": "slower: it writes moments and features in float32 where the Triton form keeps tiles",
@@ -108,7 +110,7 @@ def why_not_triton(call: AnyCall) -> str | None:
     if device != "cuda":
         return f"the Triton forms run on CUDA devices, not on {device}"
     if torch.version.hip:
-        return "the Triton forms are for NVIDIA GPUs, not for AMD's"
+        return AMD
     if to_onnx():
         return "ONNX has no Triton kernels"
     if not HAS_TRITON:
@@ -143,12 +145,19 @@ def unverified(call: AnyCall) -> Fault | None:
     return None if is_shipped(index) else fault(trial_of(call), index)
 
 
+def loses_kernels(call: AnyCall) -> bool:
+    """Whether a call in 16 bits on a GPU is of an operator with a Triton form, so that torch is a surprise."""
+    if isinstance(call, taylor_call.TaylorCall | PlainMultipoleCall) or getattr(call, "op", "") == "softmax_attention":
+        return False
+    return call.q.device.type == "cuda" and call.q.dtype in (torch.bfloat16, torch.float16)
+
+
 def choose(call: AnyCall, impl: str) -> str:
     """Return the implementation of a call. Raises ValueError if an explicit `impl` does not support it."""
     check_name("impl", impl, IMPLS)
     if impl == "auto":
         reason = why_not_triton(call) or unverified(call)
-        warn(reason)
+        warn(reason, loses_kernels(call))
         return "triton" if reason is None else "torch"
     reason = why_not_reference(call) if impl == "reference" else None
     if impl == "triton":

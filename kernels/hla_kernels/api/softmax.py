@@ -47,7 +47,10 @@ def taylor2_qkvpacked(
     qkv: Tensor, coefficients: Tensor, *, normalize: bool = True, q_scale: float = 1.0,
     key_padding_mask: Tensor | None = None, impl: str = "auto", **unknown: Never,
 ) -> Tensor:  # fmt: skip
-    """`taylor2` of qkv [B, N, 3, H, D] -> [B, N, H, D], without `narrow`; its gradient is one packed tensor."""
+    """`taylor2` of qkv [B, N, 3, H, D] -> [B, N, H, D], without `narrow`; its gradient is one packed tensor.
+
+    key_padding_mask [B, N] is True for real tokens.
+    """
     check_unknown(taylor2_qkvpacked, unknown)
     return run_taylor(
         (qkv,), coefficients, normalize=normalize, q_scale=q_scale, impl=impl, key_padding_mask=key_padding_mask

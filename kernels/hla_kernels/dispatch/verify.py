@@ -6,7 +6,7 @@ runs it twice on a small seeded input, compares the bits, and compares the resul
 fails, or that cannot compile or launch, is a `Fault`: `impl="auto"` then uses the torch form with one warning,
 `impl="triton"` raises. The environment variable HLA_KERNELS_VERIFY=0 turns checks off.
 
-Some forms are faults without a check, of this package or of a Triton version.
+Some forms of this package are faults without a check.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ Run = Callable[[str], list[Tensor]]  # impl -> output and gradients, on the same
 
 
 class Fault(str):
-    """A reason not to run the Triton form of a call: a fault of this package or of a Triton version, a failed check or
-    an untested GPU."""
+    """A reason not to run the Triton form of a call: a fault of this package, a failed check or an untested GPU."""
 
 
-def warn(reason: str | None) -> None:
-    """Warn of a fault once per process, but not while compiling. Reasons that are no `Fault` cause no warning."""
-    if not isinstance(reason, Fault) or torch.compiler.is_compiling() or reason in WARNED:
+def warn(reason: str | None, any_reason: bool = False) -> None:
+    """Warn of a fault, or of any reason, once per process, but not while compiling."""
+    if reason is None or not (any_reason or isinstance(reason, Fault)):
+        return
+    if torch.compiler.is_compiling() or reason in WARNED:
         return
     WARNED.add(reason)
     warnings.warn(f"The torch form runs instead of the Triton form: {reason}.", stacklevel=2)

@@ -78,11 +78,35 @@ def test_auto_warns_of_a_fault_once(monkeypatch):
         assert [fused.FLOAT16_RATIO in str(w.message) for w in found] == [True] * (reason is fused.FLOAT16_RATIO)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_auto_says_why_16_bits_on_a_gpu_run_in_torch(monkeypatch, dtype):
+    """Once, of every operator with a Triton form."""
+    monkeypatch.setattr(verify, "WARNED", set())
+    x = torch.randn(1, 4, 2, 32, dtype=dtype)
+    calls = [
+        (op.prepare("hla2", x, x, x, causal=True, center="k"), "causal calls has no center"),
+        (op.prepare("hla2", x, x, x, return_state=True), "no Triton form with a state"),
+        (op.PREPARE["adaptive_multipole"](x, x, x, grid=(4,), far="none"), "far='first' or 'mean'"),
+        (op.delta_call.prepare(x, x, x, frame=2), "has no frames"),
+        (op.PREPARE["multipole"](x, x, x, grid=(4,), blocks=(2,)), ""),
+        (op.prepare("softmax_attention", x, x, x), ""),
+    ]
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda self: torch.device("cuda")))
+    for call, why in calls:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert [op.choose(call, "auto") for _ in range(2)] == ["torch"] * 2
+        assert [why in str(w.message) for w in found] == [True] * bool(why and dtype == torch.bfloat16)
+
+
 def test_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     call = op.prepare("hla2", *[torch.randn(1, 4, 2, 32)] * 3)
     monkeypatch.setattr(type(call.q), "device", property(lambda self: torch.device("cuda")))
     assert "AMD" in op.why_not_triton(call)
+    monkeypatch.setattr(verify, "WARNED", set())
+    with pytest.warns(UserWarning, match="AMD"):
+        assert op.choose(call, "auto") == "torch"
 
 
 def test_answers_without_triton():
