@@ -1,9 +1,14 @@
 """Table of causal operators: every case runs on a CPU at small sizes; the printed table."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import hla_kernels
 from benchmarks import causal, rows
+from hla_kernels import delta_rules as rules
 
 
 def small(case):
@@ -28,6 +33,28 @@ def test_every_case_runs_and_its_error_is_small(group):
         if case.impl == "torch":
             found = causal.errors(case, "cpu")
             assert set(found) == set(case.passes) and 0 < max(found.values()) < 2e-2, (case, found)
+
+
+@pytest.mark.parametrize("rule", causal.FLA)
+def test_another_package_is_called_as_its_rules_are(monkeypatch, rule):
+    def chunk(q, k, v, *given, scale):
+        assert scale == 1.0
+        return hla_kernels.delta(q, **getattr(rules, rule)(k, v, *given)), None
+
+    name = causal.FLA[rule]
+    monkeypatch.setitem(sys.modules, f"fla.ops.{name}", SimpleNamespace(**{f"chunk_{name}": chunk}))
+    (case,) = (c for c in causal.cases(causal.CausalSettings(["delta"], impls=["fla"])) if c.op == rule)
+    assert 0 < max(causal.errors(case._replace(sizes=(2, 3, 24, 8)), "cpu").values()) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the package fla-core needs a CUDA device: none here")
+@pytest.mark.parametrize("rule", causal.FLA)
+def test_another_package_agrees(rule):
+    """fla-core, an oracle of its own."""
+    pytest.importorskip("fla.ops")
+    case = causal.Case("delta", rule, "fla", (2, 3, 200, 64), {})
+    assert 0 < max(causal.errors(case).values()) < 2e-2
 
 
 def test_errors_are_found(monkeypatch):

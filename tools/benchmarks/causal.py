@@ -4,6 +4,7 @@ Cases in Triton are compiled and checked against float64 in parallel processes; 
 idle GPU, on several input sets in rotation, so that inputs are never in cache.
 """
 
+import importlib
 import math
 import multiprocessing
 from collections.abc import Callable
@@ -52,6 +53,7 @@ SLOWER = 1.15
 # maximum time relative to the base of a group: two-sided la, copy of the state, gated_delta_net
 AT_MOST = {"frame": 1.3, "decode": 1.3, "delta": 1.6}
 RULES = ("gla", "delta_net", "gated_delta_net", "hdla")  # ranks 0, 1, 1, 2
+FLA = {"gla": "gla", "delta_net": "delta_rule", "gated_delta_net": "gated_delta_rule"}  # rule -> module of fla-core
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class CausalSettings:
     groups: plain, decay (learned, per head), ratio (relu), float16, frame (28,080 tokens in frames of 1,560), decode
       (one token with a state), delta (ranks 0, 1, 2)
     shapes: of plain, decay, ratio, float16: tokens4k, tokens32k
-    impls: triton, torch (ratio and delta), sdpa_cudnn
+    impls: triton, torch (ratio and delta), sdpa_cudnn; fla (delta, needs the package fla-core)
     workers: number of processes that compile and check in parallel
     json: result file to add to
     """
@@ -73,7 +75,7 @@ class CausalSettings:
     json: str = "docs/results/causal-forms-h200.json"
 
     def __post_init__(self) -> None:
-        for key, allowed in {"groups": GROUPS, "shapes": SHAPES, "impls": IMPLS}.items():
+        for key, allowed in {"groups": GROUPS, "shapes": SHAPES, "impls": (*IMPLS, "fla")}.items():
             for name in getattr(self, key):
                 if name not in allowed:
                     raise unknown_name(key.removesuffix("s"), name, allowed)
@@ -110,14 +112,14 @@ def cases(s: CausalSettings) -> list[Case]:
         out += [Case("softmax", "softmax_attention", "sdpa_cudnn", sizes, {"causal": True}) for sizes in shapes + video]
     for group in s.groups:
         for impl in s.impls:
-            if impl == "triton" or (impl == "torch" and group in BOTH_FORMS):
+            if impl == "triton" or group in {"torch": BOTH_FORMS, "fla": ("delta",)}.get(impl, ()):
                 out += _cases(group, impl, shapes)
     return out
 
 
 def _cases(group: str, impl: str, shapes: list[Sizes]) -> list[Case]:
     if group == "delta":
-        return [Case(group, rule, impl, SHAPES["tokens4k"], {}) for rule in RULES]
+        return [Case(group, rule, impl, SHAPES["tokens4k"], {}) for rule in (FLA if impl == "fla" else RULES)]
     if group == "decode":
         copies = [Case(group, op, "copy", sizes, {}) for sizes in DECODED for op in OPS]
         return copies + [Case(group, op, impl, sizes, {}) for sizes in DECODED for op in OPS]
@@ -183,12 +185,19 @@ def compute(case: Case, x: Inputs, impl: str) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
     if case.group == "delta":
-        more = {"gla": ["log_f"], "delta_net": ["beta"]}.get(case.op, ["log_f", "beta"])
-        found = hla_kernels.delta(q, **getattr(rules, case.op)(k, v, *(x[name] for name in more)), impl=impl)
+        more = [x[name] for name in {"gla": ["log_f"], "delta_net": ["beta"]}.get(case.op, ["log_f", "beta"])]
+        if impl == "fla":
+            return fla(case.op)(q, k, v, *more, scale=1.0)[0]
+        found = hla_kernels.delta(q, **getattr(rules, case.op)(k, v, *more), impl=impl)
         assert isinstance(found, Tensor)
         return found
     tensors = {name: x[of] for name, of in (("decay", "gamma"), ("mixing", "mixing")) if of in x}
     return getattr(hla_kernels, case.op)(q, k, v, **case.options, **tensors, impl=impl)
+
+
+def fla(rule: str) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the chunked form of a delta rule in fla-core, which takes q, k, v, decays and beta as rules do."""
+    return getattr(importlib.import_module(f"fla.ops.{FLA[rule]}"), f"chunk_{FLA[rule]}")
 
 
 def make(case: Case, seed: int, device: str = "cuda") -> dict[str, Callable[[], Any]]:
