@@ -51,7 +51,7 @@ def test_another_package_is_called_as_its_rules_are(monkeypatch, rule):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the package fla-core needs a CUDA device: none here")
 @pytest.mark.parametrize("rule", causal.FLA)
 def test_another_package_agrees(rule):
-    """fla-core, an oracle of its own."""
+    """With the package fla-core, whose code is independent of ours."""
     pytest.importorskip("fla.ops")
     case = causal.Case("delta", rule, "fla", (2, 3, 200, 64), {})
     assert 0 < max(causal.errors(case).values()) < 2e-2

@@ -10,7 +10,7 @@ from zoo.conversion import cost_model
 from zoo.conversion.calibrate import calibrate
 from zoo.conversion.hooks import forward, layers_of
 from zoo.conversion.inspection import inspect
-from zoo.conversion.sensitivity import Choice, Sensitivity, choices, counts, pareto, ranking, sensitivities
+from zoo.conversion.sensitivity import Choice, Sensitivity, choices, counts, densities, pareto, ranking, sensitivities
 from zoo.models.convert import swap
 
 
@@ -58,6 +58,14 @@ def test_predicted_times_of_adaptive_multipole():
     assert same.mixer_us == same.softmax_us
     assert cost_model.predict_times("multipole", {**options, "density": [0.5, 0.1]}, 1, 1, 999, 64).mixer_us is None
     assert cost_model.predict_times("multipole", {"select": "near"}, 1, 1, 999, 64).mixer_us is None  # not measured
+
+
+def test_densities_go_with_the_root_of_the_distance():
+    """At most 1, with the given mean."""
+    rows = [Sensitivity(str(i), distance, 1.0, 1.0) for i, distance in enumerate((4.0, 1.0, 1.0, 0.0))]
+    assert densities(rows, 0.21) == [0.4, 0.2, 0.2, 0.04]
+    assert densities(rows[:3], 0.7) == [1.0, 0.55, 0.55]
+    assert densities(rows[:2], 1.0) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["vit", "dit"])

@@ -188,6 +188,18 @@ def test_a_recipe_of_a_denoiser_keeps_the_most_sensitive_block(denoiser_source, 
     assert all(0 < v < 10 for v in value.values())
 
 
+def test_a_recipe_suggests_densities(denoiser_source, tmp_path):
+    """For adaptive multipole, with the mean that was measured; the more sensitive layer has more."""
+    file, out = tmp_path / "finetune.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump({**DENOISER, "model": {"checkpoint": str(denoiser_source)}}))
+    words = ["mixer=multipole", "mixer_options={density: 0.3, q_tile: 4, k_tile: 2}", "stages=[calibrate]"]
+    found = run_recipe(recipe(denoiser_source, file, out, *words))["calibrate"]
+    first, second = found["density"]
+    assert first + second == pytest.approx(0.6, abs=1e-3)
+    assert (first > second) == (found["rows"][0]["distance"] > found["rows"][1]["distance"])
+    assert f"with the mean of these: {found['density']}" in (out / "report.md").read_text()
+
+
 def test_a_recipe_of_a_denoiser_with_multipole_is_killed_and_goes_on(denoiser_source, tmp_path, monkeypatch):
     file, out = tmp_path / "finetune.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump({**DENOISER, "model": {"checkpoint": str(denoiser_source)}}))

@@ -114,6 +114,22 @@ def by_distance(rows: Iterable[Sensitivity]) -> list[str]:
     return [row.layer for row in sorted(rows, key=lambda row: row.distance, reverse=True)]
 
 
+def densities(rows: Sequence[Sensitivity], mean: float) -> list[float]:
+    """Return the fraction of exact key tiles of each layer: in proportion to the root of its distance, at most 1.
+
+    mean: of all layers. The sum of distances is least if each halves when its density doubles, as measured. Distances
+    below a hundredth of the largest count as a hundredth.
+    """
+    least = max(row.distance for row in rows) / 100 or 1.0
+    roots = [max(row.distance, least) ** 0.5 for row in rows]
+    exact: set[int] = set()  # layers whose density is 1
+    for _ in roots:
+        rest = sum(root for i, root in enumerate(roots) if i not in exact) or 1.0
+        share = (mean * len(roots) - len(exact)) / rest
+        exact |= {i for i, root in enumerate(roots) if share * root >= 1}
+    return [1.0 if i in exact else round(share * root, 4) for i, root in enumerate(roots)]
+
+
 def counts(layers: int) -> list[int]:
     """Return the numbers of softmax layers to try: 0, 1, 2, 4, ... and all."""
     numbers = [0]

@@ -102,6 +102,8 @@ def calibrate_lines(content: Content) -> list[str]:
     ]  # fmt: skip
     head_kept = ["softmax layers kept", "which", "distance", "same class", "attention ms", "Pareto"]
     note = f"Kept softmax: {content['keep_softmax'] or 'none'}. Most sensitive blocks: {content['suggested']}."
+    if density := content.get("density"):
+        note += f" Densities by sensitivity, with the mean of these: {density}."
     return [*markdown_table(head, rows), "", *markdown_table(head_kept, kept), "", note]
 
 

@@ -21,9 +21,10 @@ from zoo.conversion.cost_model import table_provenance
 from zoo.conversion.dependence import token_shares, warn_of_mean_pooling
 from zoo.conversion.hooks import Inputs, converted_layers, forward, layers_of
 from zoo.conversion.inspection import inspect
-from zoo.conversion.sensitivity import by_distance, choices, median_seconds, pareto, sensitivities
+from zoo.conversion.sensitivity import by_distance, choices, densities, median_seconds, pareto, sensitivities
 from zoo.files import FolderLock, sweep
 from zoo.io import result_file, write_json
+from zoo.mixers.multipole import Multipole
 from zoo.models.convert import backbone_of
 from zoo.recipes.report import Content, write_report
 from zoo.recipes.settings import STAGES, RecipeSettings
@@ -119,7 +120,11 @@ def calibrate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) 
     each = [{**row, "token_share": shares.get(row["layer"])} for row in each]
     front = {tuple(c.kept) for c in pareto(tried)}
     table = [{**asdict(c), "pareto": tuple(c.kept) in front} for c in tried]
-    return {"rows": each, "choices": table, "keep_softmax": keep, "suggested": ranked[:2]}
+    content: Content = {"rows": each, "choices": table, "keep_softmax": keep, "suggested": ranked[:2]}
+    mixers = [site.mixer for site in converted_layers(student).values() if isinstance(site.mixer, Multipole)]
+    if not keep and (used := [mixer.density for mixer in mixers if mixer.options.select != "near"]):
+        content["density"] = densities(alone, sum(used) / len(used))
+    return content
 
 
 def _shares(student: nn.Module, batch: Inputs) -> dict[str, float]:
