@@ -137,6 +137,16 @@ def test_calls_that_failed_on_a_gpu(call):
     assert operators.check(call, "cuda") == ""
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here")
+@pytest.mark.parametrize("seed", range(5001, 5021))
+def test_random_calls_on_a_gpu(seed):
+    """2,000 in all; a failure that is found becomes one of FAILED."""
+    figures = operators.attack(seed, 100, 900.0, "cuda")
+    assert figures.failures == [] and figures.calls == 100
+
+
 @pytest.mark.parametrize("changes", [{"options": CALL.options | {"feature_map": "rleu"}}, {"impl": "triton"}])
 def test_refusals_are_no_failures(changes):
     with pytest.raises(operators.Refused):
