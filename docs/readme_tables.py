@@ -1,4 +1,4 @@
-"""Write the pages of docs/results, the tables of README.md and docs/*.md, and five figures of docs/pictures.
+"""Write the pages of docs/results, the tables of README.md and docs/*.md, and six figures of docs/pictures.
 
 Every docs/results/NAME.json gives a page NAME.md with all rows, commands and notes, and a line of results/index.md.
 Between the lines `<!-- results:NAME -->` and `<!-- /results -->` of other pages comes a summary (SUMMARIES) with a link
@@ -23,7 +23,7 @@ import result_tables as tables  # noqa: E402
 
 from benchmarks import report  # noqa: E402
 from benchmarks.plots import draw_scaling  # noqa: E402
-from benchmarks.quality_plots import draw_denoisers, draw_quality, draw_tradeoff  # noqa: E402
+from benchmarks.quality_plots import draw_denoisers, draw_densities, draw_quality, draw_tradeoff  # noqa: E402
 
 MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 PAGES = {  # name -> title and table of the page with all rows
@@ -137,6 +137,7 @@ def draw() -> None:
     draw_tradeoff(read("power-h100"), read("experiments-h100"), pictures / "experiments-h100.png")
     draw_denoisers(read("dit-cifar10"), pictures / "dit-cifar10.png")
     mixer_page.arena.report.draw(read("arena"), pictures / "arena.png")
+    draw_densities(read("fidelity-h100"), pictures / "adaptive-densities.png")
     draw_scaling(read("scaling-h200"), pictures / "scaling-h200.png")
 
 

@@ -3,6 +3,7 @@
 import json
 import runpy
 
+import pytest
 from PIL import Image
 
 from benchmarks import quality_plots
@@ -112,3 +113,14 @@ def test_distances_are_relative_to_the_control_of_their_seed(tmp_path, monkeypat
     assert Image.open(tmp_path / "dit.png").format == "PNG"
     by_space = {line.get_label(): sorted(line.get_xdata()) for line in seen[1].lines}
     assert by_space["ViT"][0] == 2.20604 / 2.23342 and len(by_space["ViT"]) == len(by_space["ResNet-18"]) == 6
+
+
+def test_the_figure_of_densities_has_a_point_for_each(tmp_path, monkeypatch):
+    """The mean over seeds, of the default selection and far field; a higher density is slower."""
+    shared = {"tokens": 4096, "k_tile": 16, "select": "error", "far": "first"}
+    rows = [{**shared, "density": d, "kl": kl} for d, kl in ((0.25, 0.1), (0.25, 0.3), (0.0625, 0.5))]
+    figures = []
+    monkeypatch.setattr(quality_plots, "save_figure", lambda figure, file, **options: figures.append(figure))
+    quality_plots.draw_densities({"rows": [*rows, {**rows[0], "far": "mean"}]}, tmp_path / "a.png")
+    (exact, sparse) = [line.get_xydata()[0] for line in figures[0].axes[0].lines]
+    assert exact[0] < sparse[0] and exact[1] == pytest.approx(0.2) and sparse[1] == 0.5

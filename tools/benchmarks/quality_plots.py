@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from zoo.conversion.cost_model import predict_times
 from zoo.plotting import COLORS, legend_below, plain_axes, pyplot, save_figure
 
 TITLES = {  # experiment -> what a reader calls it
@@ -205,3 +206,27 @@ def _distances(axes: Any, rows: list[dict[str, Any]]) -> None:
 def _label(options: dict[str, Any]) -> str:
     distilled = "not distilled" if options.get("distill.output") == 0 else "distilled"
     return f"multipole, radius {options['radius']},\ndegree {options['degree']}, {distilled}"
+
+
+def draw_densities(result: dict[str, Any], file: Path) -> None:
+    """Draw the divergence of adaptive multipole over its predicted forward speed, a line per number of tokens and key
+    tile, a point per density."""
+    lines: dict[tuple[int, int], dict[float, list[float]]] = {}
+    for row in result["rows"]:
+        if (row["select"], row["far"]) == ("error", "first") and row["k_tile"] >= 16:
+            points = lines.setdefault((row["tokens"], row["k_tile"]), {})
+            points.setdefault(1 / round(1 / row["density"]), []).append(row["kl"])
+    figure, axes = pyplot().subplots(figsize=(6, 3.6))
+    for color, ((tokens, k_tile), points) in zip(COLORS[1:], sorted(lines.items()), strict=False):
+        for density, kl in points.items():
+            times = predict_times("multipole", {"density": density, "k_tile": k_tile}, 4, 16, tokens, 64)
+            assert times.mixer_us is not None
+            place = (times.softmax_us / times.mixer_us, float(np.mean(kl)))
+            label = f"{tokens} tokens, key tiles of {k_tile}" if density == min(points) else None
+            axes.plot(*place, marker="o", color=color, label=label)
+            axes.annotate(f"1/{1 / density:g}", place, textcoords="offset points", xytext=(5, 3), fontsize=7)
+    axes.set(yscale="log", xlabel="predicted forward speed, softmax = 1", ylabel="KL to softmax (nats)")
+    axes.legend(fontsize=7)
+    plain_axes(axes)
+    figure.tight_layout()
+    save_figure(figure, file, dpi=130)
