@@ -56,11 +56,11 @@ from .options import (
 )
 from .sequences import WHOLE, Sequences, real
 from .softmax.adaptive.call import AdaptiveCall
+from .softmax.attention import reference as softmax_reference
+from .softmax.attention import sdpa
 from .softmax.implementations import FORMS, PREPARE, MultipoleCall
 from .softmax.implementations import why_not as why_not_multipole
 from .softmax.multipole import MultipoleCall as PlainMultipoleCall
-from .softmax.reference import reference as softmax_reference
-from .softmax.sdpa import sdpa
 from .softmax.taylor import call as taylor_call
 from .softmax.taylor.operator import taylor2_op
 from .softmax.taylor.reference import definition as taylor_definition
