@@ -20,8 +20,9 @@ from tests.ops.cases import l2_error
 from tests.ops.fused.cases import poison
 from tests.ops.fused.children import check_compiled, check_interpreted
 
-# relative L2 errors of o, dq, dk, dv; of float32 the interpreter's own
-LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6}
+# relative L2 errors of o, dq, dk, dv
+LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+INTERPRETED = {**LIMITS, torch.float32: 2e-6}  # tensor cores cut off bits of sums
 CASES = {  # grid, prefix, suffix, q_tile, k_tile, density, select, far, whether there is padding
     "square": ((16, 16), 0, 0, 64, 16, 0.2, "error", "first", False),
     "small key tiles": ((12, 12), 0, 0, 64, 4, 0.1, "error", "first", False),
@@ -80,7 +81,7 @@ def errors(tokens, grad, options):
 @needs_gpu
 @pytest.mark.parametrize("mean", [0.0, 2.0])
 @pytest.mark.parametrize("d", [32, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_error_and_bits(monkeypatch, case, dtype, d, mean):
     tokens, grad, options = setting(case, d, dtype, "cuda", mean)
@@ -119,7 +120,15 @@ def test_interpreted():
 def test_no_spills_and_no_operand_in_registers(tmp_path, d, k_tile, side):
     """What a call and its backward launch, compiled for sm_90a."""
     pytest.importorskip("triton")
-    check_compiled(0, 9, tmp_path, __file__, ("compiled", d, k_tile, side))
+    check_compiled(0, 9, tmp_path, __file__, ("compiled", d, k_tile, side, "bfloat16"))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("d", "k_tile"), [(32, 64), (64, 16), (64, 4), (72, 4), (128, 64), (128, 16)])
+def test_no_spills_in_float32(tmp_path, d, k_tile):
+    """Nor with operands in registers; Triton 3.6 spills 24 bytes of `for_keys` outside of loops with 72 channels."""
+    pytest.importorskip("triton")
+    check_compiled(24 if d == 72 else 0, 9, tmp_path, __file__, ("compiled", d, k_tile, 32, "float32"))
 
 
 def test_what_triton_does_not_have():
@@ -129,7 +138,8 @@ def test_what_triton_does_not_have():
     for more, sentence in (({"q_tile": 32}, "q_tile"), ({"k_tile": 2}, "k_tile"), ({"far": "variance"}, "far='first'")):
         assert sentence in fused.why_not(prepare(*tokens, **{**options, **more}))
     assert "multiple of 8" in fused.why_not(prepare(*(x[..., :9] for x in tokens), **options))
-    assert "bfloat16" in fused.why_not(prepare(*(x.float() for x in tokens), **options))
+    assert fused.why_not(prepare(*(x.float() for x in tokens), **options)) is None
+    assert "float64" in fused.why_not(prepare(*(x.double() for x in tokens), **options))
     many = [x.new_zeros(1).expand(2**14, *x.shape[1:]) for x in tokens]
     assert "fewer than 65536 heads" in fused.why_not(prepare(*many, **options))
     line = [x.new_zeros(1).expand(1, 2**17, 1, 16) for x in tokens]
@@ -144,21 +154,22 @@ def test_shapes_are_known_without_a_device():
 
 
 def interpreted() -> None:
-    from tests.ops.fused.children.quicker import interpret_quicker
+    from tests.ops.fused.children.quicker import cut_operands, interpret_quicker
 
     interpret_quicker()
     torch.cuda.device_of = lambda x: nullcontext()
     for case, d, dtype in [
         ("square", 16, torch.float32), ("uneven", 16, torch.float32), ("video", 16, torch.float32),
         ("padded line", 24, torch.float32), ("padded", 16, torch.float32), ("small key tiles", 16, torch.float16),
-        ("one tile of queries", 16, torch.float32),
+        ("one tile of queries", 16, torch.float32), ("one group", 72, torch.float32),
     ]:  # fmt: skip
         tokens, grad, options = setting(case, d, dtype, "cpu", 0.5)
         tokens, grad = [t[:, :, : t.shape[2] // 2] for t in tokens], grad[:, :, :2]
         with pytest.MonkeyPatch.context() as patch:
+            cut_operands(patch)
             poison(patch)
             found, _ = errors(tokens, grad, options)
-        assert max(found) <= LIMITS[dtype], (case, found)
+        assert max(found) <= INTERPRETED[dtype], (case, found)
         chosen, call = choice(tokens, options)
         q, k = (t.double() for t in tokens[:2])
         own = routing(q, k, call.field, call.select, call.exact, call.q_scale, call.mask)
@@ -167,7 +178,7 @@ def interpreted() -> None:
             assert torch.equal(fused.chosen(call), torch_form.selection(call)[1]), case
 
 
-def compiled(d: str, k_tile: str, side: str) -> None:
+def compiled(d: str, k_tile: str, side: str, dtype: str) -> None:
     from hla_kernels.softmax.adaptive.fused import launch, operator
     from tests.ops.fused.offline.gate import Recorder
     from tests.ops.fused.offline.judge import compile_call
@@ -176,7 +187,7 @@ def compiled(d: str, k_tile: str, side: str) -> None:
     for name, kernel in vars(launch).copy().items():
         if hasattr(kernel, "arg_names"):
             setattr(launch, name, Recorder(kernel))
-    q = torch.empty(2, int(side) ** 2, 3, int(d), dtype=torch.bfloat16, device="meta")
+    q = torch.empty(2, int(side) ** 2, 3, int(d), dtype=getattr(torch, dtype), device="meta")
     for select in ("error", "mean"):
         where = (None, [int(side)] * 2, 0, 0, 64, int(k_tile), 2, select, "first", 0.125)
         outputs = operator.adaptive_op.function(q, q, q, *where)
@@ -186,7 +197,8 @@ def compiled(d: str, k_tile: str, side: str) -> None:
         if fn.__name__ not in done:
             found = compile_call(fn, *call)
             print(json.dumps(found), flush=True)
-            assert found["from_registers"] == 0, found
+            assert found["from_registers"] == 0 or dtype == "float32", found
+            assert found["in_loops"] == 0, found
             done.add(fn.__name__)
 
 

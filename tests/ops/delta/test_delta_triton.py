@@ -5,7 +5,6 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -142,27 +141,9 @@ def test_what_triton_does_not_have():
         hk.explain("delta", q, k, v, log_g=log_f)
 
 
-def cut_operands(patch) -> None:
-    """Let products in TF32 read the leading 19 bits of float32 in the interpreter, as tensor cores do."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot = InterpreterBuilder.create_dot
-
-    def cut(x, precision):
-        if precision.name != "TF32":
-            return x
-        bits = np.ascontiguousarray(x.data).view(np.uint32) & np.uint32(0xFFFFE000)
-        return TensorHandle(bits.view(np.float32), x.dtype)
-
-    def product(self, a, b, acc, precision, *rest):
-        return dot(self, cut(a, precision), cut(b, precision), acc, precision, *rest)
-
-    patch.setattr(InterpreterBuilder, "create_dot", product)
-
-
 def interpreted() -> None:
     from hla_kernels.delta_rule import tiles
-    from tests.ops.fused.children.quicker import interpret_quicker
+    from tests.ops.fused.children.quicker import cut_operands, interpret_quicker
 
     interpret_quicker()
     torch.cuda.device_of = lambda x: nullcontext()

@@ -26,8 +26,8 @@ Q_TILES, K_TILES, FARS = (64,), (4, 8, 16, 32, 64), ("first", "mean")
 def why_not(call: AdaptiveCall) -> str | None:
     """Return the reason why the Triton form does not support a call, or None; `evaluate` does not check it."""
     q, v, field, form = call.q, call.v, call.field, "the Triton form of adaptive_multipole"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"{form} is for bfloat16 and float16, not {q.dtype}"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{form} is for bfloat16, float16 and float32, not {q.dtype}"
     if q.shape[3] != v.shape[3] or q.shape[3] % 8 or q.shape[3] > WIDEST:
         return f"{form} needs heads of a multiple of 8 channels, at most {WIDEST}, got {q.shape[3]} and {v.shape[3]}"
     if call.far not in FARS:

@@ -31,15 +31,16 @@ from .tiles import (
 def for_queries(
     Q, K, V, QTOKENS, KTOKENS, MEAN, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, KBAR, O, REST, G, LSE, FAR, DELTA, C, DQ,
     qs, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
-    BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BQ: tl.constexpr, PARTS: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
 ):  # fmt: skip
     """Compute DQ, DELTA and C [B, H, N]; other arguments as in `forward.output`.
 
     The gradients of the scores of a query sum to zero, and DQ does not change if KBAR [B Hk, D] is subtracted from all
     keys. Their rounded sum times KBAR is: with keys of large mean, their rounding errors are as large as DQ.
     """
-    u, bh = tl.program_id(0), tl.program_id(1)
-    b, h = bh // heads, bh % heads
+    part, bh = tl.program_id(0), tl.program_id(1)
+    u, b, h = part // PARTS, bh // heads, bh % heads
     N, U, T, exact = sizes[0], sizes[1], sizes[2], sizes[5]
     hk = (b * (heads // groups) + h // groups).to(tl.int64)
     on_grid = u < U
@@ -47,12 +48,13 @@ def for_queries(
     VALUE += hk * T * D
     LOGN += b.to(tl.int64) * at[2]
     CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
-    row = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, True, BQ)
+    row = query_rows(QTOKENS + b.to(tl.int64) * at[0], part, True, BQ)
     inside = row >= 0
     q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
     g = get(head_of(G, gs, b, h), row, gs, inside, D, DP)
     o = get(head_of(O, os, b, h), row, os, inside, D, DP).to(tl.float32)
-    o += get(head_of(REST, os, b, h), row, os, inside, D, DP).to(tl.float32)
+    if REST is not None:
+        o += get(head_of(REST, os, b, h), row, os, inside, D, DP).to(tl.float32)
     delta = tl.sum(o * g.to(tl.float32), 1)
     place = bh.to(tl.int64) * N + row
     lse = tl.load(LSE + place, inside, other=float("inf"))
@@ -61,10 +63,10 @@ def for_queries(
     if MOMENT is not None:
         d = tl.arange(0, DP)
         moment = load(MOMENT + hk * D * D, d, D, d < D, D, DP)
-        c = tl.sum(tl.trans(products(moment, q)) * g.to(tl.float32), 1) * scale
-        c = tl.where(on_grid, c, 0.0)
+        by_grad = products(tl.trans(moment), g)
+        c = tl.where(on_grid, tl.sum(tl.trans(by_grad) * q.to(tl.float32), 1) * scale, 0.0)
         far = tl.load(FAR + place, inside, other=0.0) * tl.load(TILES + b * at[3])
-        dq += products(tl.trans(moment), g) * far[None, :]
+        dq += by_grad * far[None, :]
     tl.store(DELTA + place, delta, inside)
     tl.store(C + place, c, inside)
     total = tl.zeros([BQ], tl.float32)
@@ -96,16 +98,17 @@ def for_queries(
         dq = weighted(dq, k, ds)
     d = tl.arange(0, DP)
     dq -= tl.load(KBAR + hk * D + d, d < D, other=0.0)[:, None] * total[None, :]
-    row = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, True, BQ)  # again, rather than kept in registers
+    row = query_rows(QTOKENS + b.to(tl.int64) * at[0], part, True, BQ)  # again, rather than kept in registers
     put(head_of(DQ, dqs, b, h), row, dqs, row >= 0, tl.trans((dq * scale).to(DQ.dtype.element_ty)), D, DP)
 
 
 @triton.jit(do_not_specialize=FREE)
 def for_tiles(
     Q, QTOKENS, MEAN, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DVALUE, qs, gs, at, sizes, U, heads, groups, factor,
-    scale, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    scale, BQ: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute DMEAN, DVALUE [B Hk, T, D] of BM far tiles. U: number of query tiles; heads: number of key heads."""
+    """Compute DMEAN, DVALUE [B Hk, T, D] of BM far tiles. U: number of parts of query tiles; heads: number of key
+    heads."""
     tile, bhk = tl.program_id(0), tl.program_id(1)
     b, hk = bhk // heads, bhk % heads
     N, T = sizes[0], sizes[2]
@@ -128,7 +131,7 @@ def for_tiles(
         delta = tl.load(DELTA + bh * N + row, inside, other=0.0)
         c = tl.load(C + bh * N + row, inside, other=0.0)
         chosen, next_u, next_h = next_chosen, (i + 1) % U, (b * heads + hk) * groups + (i + 1) // U
-        next_here = CHOSEN + next_h.to(tl.int64) * at[4] + next_u.to(tl.int64) * T
+        next_here = CHOSEN + next_h.to(tl.int64) * at[4] + (next_u // PARTS).to(tl.int64) * T
         next_chosen = is_chosen(next_here, tile * BM, tl.where(i + 1 < groups * U, T, 0), BM)
         far_tile = (chosen == 0) & (n > 0)
         e = tl.exp2(tl.where(far_tile[None, :], products(q, mean) * factor - lse[:, None], -float("inf")))
@@ -150,12 +153,12 @@ def reader(entry, i, count, behind):
 def for_keys(
     Q, K, V, QTOKENS, KTOKENS, LIST, COUNT, MEAN, VALUE, LOGN, DMEAN, DVALUE, DMOMENT, G, LSE, DELTA, DK, DV, qs, ks,
     vs, gs, dks, dvs, at, sizes, heads, groups, factor, scale,
-    BQ: tl.constexpr, KT: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BQ: tl.constexpr, PARTS: tl.constexpr, KT: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute DK, DV of BK consecutive slots of KTOKENS.
+    """Compute DK, DV of BK consecutive slots of KTOKENS: of some key tiles, or a part of one.
 
     They add the gradients from the pooled quantities of the tile, and from the queries that read these keys exactly:
-    the query tiles in LIST [B Hs, groups of BK slots, U] and COUNT (`choose.invert`), or all. heads: number of key
+    the query tiles in LIST [B Hs, groups of key tiles, U] and COUNT (`choose.invert`), or all. heads: number of key
     heads.
     """
     group, bhk = tl.program_id(0), tl.program_id(1)
@@ -175,34 +178,40 @@ def for_keys(
     if on_grid:
         own, tile = bhk.to(tl.int64) * T * D, e // KT
         n = tl.maximum(tl.exp2(tl.load(LOGN + b.to(tl.int64) * at[2] + tile, there, other=0.0)), 1.0)
-        rest = k.to(tl.float32) - load(MEAN + own, tile, D, there, D, DP).to(tl.float32)
         by_key = load(DMEAN + own, tile, D, there, D, DP)
         dk += tl.trans(by_key / n[:, None])
         dv += tl.trans(load(DVALUE + own, tile, D, there, D, DP) / n[:, None])
         if DMOMENT is not None:
             d = tl.arange(0, DP)
-            moment = load(DMOMENT + bhk.to(tl.int64) * D * D, d, D, d < D, D, DP)
+            DMOMENT += bhk.to(tl.int64) * D * D
+            moment = load(DMOMENT, d, D, d < D, D, DP)
             away = v.to(tl.float32) - load(VALUE + own, tile, D, there, D, DP).to(tl.float32)
             dk += products(moment, away.to(k.dtype))
-            dv += products(tl.trans(moment), rest.to(k.dtype))
+            moment = tl.trans(moment)
+            if k.dtype == tl.float32:  # shared memory has no room for a transposed copy
+                moment = tl.load(DMOMENT + d[None, :] * D + d[:, None], (d < D)[None, :] & (d < D)[:, None], other=0.0)
+            rest = k.to(tl.float32) - load(MEAN + own, tile, D, there, D, DP).to(tl.float32)
+            dv += products(moment, rest.to(k.dtype))
     bit = tl.arange(0, BK) // KT
     QTOKENS += b.to(tl.int64) * at[0]
     for g in range(groups):
         h = hk * groups + g
         bh = (b * heads * groups + h).to(tl.int64)
-        listed = bh * at[6] * n_groups + group
+        listed = bh * at[6] * tl.cdiv(slots, max(BK, KT)) + group * BK // max(BK, KT)
         QH, GH = head_of(Q, qs, b, h), head_of(G, gs, b, h)
         count = tl.load(COUNT + listed, on_grid, other=0)
-        total = tl.where(on_grid, count, U) + sizes[3]
+        total = (tl.where(on_grid, count, U) + sizes[3]) * PARTS
         # rows are loaded a step ahead, and the list of query tiles two, as in `tiles.exact_rows`
         behind = tl.where(on_grid, U, 0)
         OWN = LIST + listed * U
         u, next_tiles = reader(tl.load(OWN, count > 0, other=0), 0, count, behind)
-        next_rows, entry = query_rows(QTOKENS, u, total > 0, BQ), tl.load(OWN + 1, count > 1, other=0)
+        next_rows = query_rows(QTOKENS, u * PARTS, total > 0, BQ)
+        entry = tl.load(OWN + 1 // PARTS, count > 1 // PARTS, other=0)
         for i in range(total):
             rows, inside, tiles = next_rows, next_rows >= 0, next_tiles
-            u, next_tiles = reader(entry, i + 1, count, behind)
-            next_rows, entry = query_rows(QTOKENS, u, i + 1 < total, BQ), tl.load(OWN + i + 2, i + 2 < count, other=0)
+            u, next_tiles = reader(entry, (i + 1) // PARTS, count, behind)
+            next_rows = query_rows(QTOKENS, u * PARTS + (i + 1) % PARTS, i + 1 < total, BQ)
+            entry = tl.load(OWN + (i + 2) // PARTS, (i + 2) // PARTS < count, other=0)
             q, grad = get(QH, rows, qs, inside, D, DP), get(GH, rows, gs, inside, D, DP)
             lse = tl.load(LSE + bh * N + rows, inside, other=float("inf"))
             delta = tl.load(DELTA + bh * N + rows, inside, other=0.0)

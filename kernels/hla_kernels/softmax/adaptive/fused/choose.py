@@ -25,7 +25,7 @@ def summed_scores(
     for start in range(0, T, BM):
         m, there, mean, logn = far_tiles(start, MEAN, LOGN, T, D, DP, BM)
         half = load(HALF, m, D, there, D, DP)
-        power = tl.dot(q2, tl.trans(half), products(q, mean), input_precision="ieee") * factor + logn[None, :]
+        power = products(q2, half, products(q, mean)) * factor + logn[None, :]
         higher = tl.maximum(top, tl.max(power, 1))
         z = z * tl.exp2(top - higher) + tl.sum(tl.exp2(power - higher[:, None]), 1)
         top = higher

@@ -23,16 +23,17 @@ from .tiles import (
 def output(
     Q, K, V, QTOKENS, KTOKENS, MEAN, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, O, REST, LSE, FAR, qs, ks, vs, os, at,
     sizes, heads, groups, factor, scale,
-    BQ: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BQ: tl.constexpr, PARTS: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute O; REST, its rounding error; LSE [B, H, N], log2 of the denominator; and, with MOMENT [B Hk, D, D] =
-    H' / TILES, FAR [B, H, N] = m_t / denominator.
+    """Compute O of BQ queries, one of PARTS of a query tile; REST, its rounding error, or None; LSE [B, H, N], log2 of
+    the denominator; and, with MOMENT [B Hk, D, D] = H' / TILES, FAR [B, H, N] = m_t / denominator.
 
     ROWS: tokens that each query tile reads exactly. sizes: N, U, T, query tiles and key tiles outside the grid, exact.
     at: strides of QTOKENS, KTOKENS, LOGN, TILES (per sample), CHOSEN, ROWS (per head).
     """
-    u, bh = tl.program_id(0), tl.program_id(1)
-    b, h = bh // heads, bh % heads
+    part, bh = tl.program_id(0), tl.program_id(1)
+    u, b, h = part // PARTS, bh // heads, bh % heads
     N, U, T, exact = sizes[0], sizes[1], sizes[2], sizes[5]
     hk = (b * (heads // groups) + h // groups).to(tl.int64)
     on_grid = u < U
@@ -40,7 +41,7 @@ def output(
     VALUE += hk * T * D
     LOGN += b.to(tl.int64) * at[2]
     CHOSEN += bh.to(tl.int64) * at[4] + u.to(tl.int64) * T
-    row = query_rows(QTOKENS + b.to(tl.int64) * at[0], u, True, BQ)
+    row = query_rows(QTOKENS + b.to(tl.int64) * at[0], part, True, BQ)
     inside = row >= 0
     q = get(head_of(Q, qs, b, h), row, qs, inside, D, DP)
     top, z = tl.full([BQ], LOWEST, tl.float32), tl.zeros([BQ], tl.float32)
@@ -84,8 +85,9 @@ def output(
     z = tl.maximum(z, 1e-30)
     o = o / z[None, :]
     rounded = o.to(O.dtype.element_ty)
-    rest = (o - rounded.to(tl.float32)).to(O.dtype.element_ty)
     put(head_of(O, os, b, h), row, os, inside, tl.trans(rounded), D, DP)
-    put(head_of(REST, os, b, h), row, os, inside, tl.trans(rest), D, DP)
+    if REST is not None:
+        rest = (o - rounded.to(tl.float32)).to(O.dtype.element_ty)
+        put(head_of(REST, os, b, h), row, os, inside, tl.trans(rest), D, DP)
     tl.store(LSE + bh.to(tl.int64) * N + row, top + tl.log2(z), inside)
     tl.store(FAR + bh.to(tl.int64) * N + row, far / (z * tl.load(TILES + b * at[3])), inside)

@@ -23,9 +23,9 @@ LOG2 = math.log(2)
 class Saved(NamedTuple):
     """Tensors saved for the backward; an empty tensor stands for None.
 
-    Rounding error of o; log2 of the denominator, and normalized weight of the first-order term [B, H, N]; mean and
-    value of key tiles [B, Hk, T, D]; H' / number of tiles [B, Hk, D, D]; selected key tiles, as int8 [B H or 1, U, T]
-    and as a list int32 [.., k + tiles outside the grid].
+    Rounding error of o in 16 bits; log2 of the denominator, and normalized weight of the first-order term [B, H, N];
+    mean and value of key tiles [B, Hk, T, D]; H' / number of tiles [B, Hk, D, D]; selected key tiles, as int8 [B H or
+    1, U, T] and as a list int32 [.., k + tiles outside the grid].
     """
 
     rest: Tensor
@@ -47,7 +47,7 @@ class Call:
         self.b, _, self.h, d = q.shape
         self.hk, self.exact, self.select, self.scale, self.mask = k.shape[2], exact, select, scale, mask
         self.first = far == "first"
-        self.plan, self.field, self.device = Plan(field, d), field, q.device
+        self.plan, self.field, self.device = Plan(field, d, q.dtype == torch.float32), field, q.device
         self.sizes = (*self.plan.sizes, exact)
         self.groups = self.h // self.hk
         self.numbers = (scale / LOG2, scale)
@@ -64,7 +64,7 @@ class Call:
         b, h, hk, (n, u, t, _, outer, k), d = self.b, self.h, self.hk, self.sizes, q.shape[3]
         rows = 1 if self.select == "near" and self.mask is None else b * h
         empty = q.new_empty
-        rest = torch.empty_like(q, memory_format=torch.contiguous_format)
+        rest = empty(0) if self.plan.single else torch.empty_like(q, memory_format=torch.contiguous_format)
         lse, far = (empty((b, h, n), dtype=torch.float32) for _ in range(2))
         return Saved(
             rest, lse, far, empty((b, hk, t, d)), empty((b, hk, t, d)),
@@ -103,9 +103,9 @@ def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> No
         torch.div(_sums(c, v, k, x.keys, at[1], exact, None), x.tiles.view(-1, 1, 1, 1), out=s.moment)
     _choose(c, q, half, x, s, at)
     launch(
-        output, (c.n_tiles[0], c.b * c.h),
+        output, (c.n_tiles[0] * p.queries["PARTS"], c.b * c.h),
         q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list), x.tiles, o,
-        s.rest, s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers, BQ=c.field.q_tile,
+        _some(s.rest), s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers, **p.queries,
         KT=c.field.k_tile, **c.wide, **p.output,
     )  # fmt: skip
 
@@ -135,9 +135,9 @@ def _choose(c: Call, q: Tensor, half: Tensor | None, x: Tables, s: Saved, at: tu
     elif half is not None:
         step = 0 if c.mask is None else x.parts.shape[1]
         launch(
-            summed_scores, (-(-u * parts // ROWS), c.b * c.h),
+            summed_scores, (-(-u * parts // c.plan.scores["BQ"]), c.b * c.h),
             query, square, x.parts, s.mean, half, x.logn, found, (step, at[2]), (u, t), *shared,
-            ERROR=c.select == "error", PARTS=parts, BQ=ROWS, BM=64, **c.wide, num_warps=4, num_stages=2,
+            ERROR=c.select == "error", PARTS=parts, **c.wide, **c.plan.scores,
         )  # fmt: skip
     room = max(16, 1 << (max(t, outer) - 1).bit_length())
     launch(
@@ -171,30 +171,29 @@ def backward(
     at, (_, u, t, *_) = c.steps(x, s), c.sizes
     delta, more = torch.empty_like(s.lse), torch.empty_like(s.lse)
     launch(
-        for_queries, (c.n_tiles[0], c.b * c.h),
+        for_queries, (c.n_tiles[0] * p.queries["PARTS"], c.b * c.h),
         q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list), x.tiles,
-        s.mean.mean(2, dtype=torch.float32), o, s.rest, grad, s.lse, s.far, delta, more, dq,
-        *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, BQ=c.field.q_tile, KT=c.field.k_tile,
+        s.mean.mean(2, dtype=torch.float32), o, _some(s.rest), grad, s.lse, s.far, delta, more, dq,
+        *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, **p.queries, KT=c.field.k_tile,
         **c.wide, **p.for_queries,
     )  # fmt: skip
     dmean, dvalue = (torch.empty_like(s.mean, dtype=torch.float32) for _ in range(2))
     launch(
         for_tiles, (-(-t // p.for_tiles["BM"]), c.b * c.hk),
         q, x.queries, s.mean, s.value, x.logn, s.chosen, grad, s.lse, delta, more, dmean, dvalue, *_strides(q, grad),
-        at, c.sizes, u, c.hk, c.groups, *c.numbers, BQ=c.field.q_tile, **c.wide, **p.for_tiles,
+        at, c.sizes, u * p.queries["PARTS"], c.hk, c.groups, *c.numbers, **p.queries, **c.wide, **p.for_tiles,
     )  # fmt: skip
     dmoment = None
     if c.first:
         dmoment = (_sums(c, q, grad, x.queries, at[0], None, s.far) * c.scale).to(q.dtype)
-    size = p.for_keys["BK"] // c.field.k_tile
+    size, keys = max(1, p.for_keys["BK"] // c.field.k_tile), p.for_keys["BK"]
     groups, heads = -(-t // size), s.chosen.shape[0]
     readers = torch.empty((heads, groups, u), dtype=torch.int32, device=c.device)
     count = torch.empty((heads, groups), dtype=torch.int32, device=c.device)
     launch(invert, (groups, heads), s.chosen, readers, count, u, t, u * t, G=size, BU=128, num_warps=1)
-    outer = -(-c.sizes[4] * c.field.k_tile // p.for_keys["BK"])
     launch(
-        for_keys, (groups + outer, c.b * c.hk),
+        for_keys, (sum(-(-n * c.field.k_tile // keys) for n in (t, c.sizes[4])), c.b * c.hk),
         q, k, v, x.queries, x.keys, readers, count, s.mean, s.value, x.logn, dmean, dvalue, dmoment, grad,
         s.lse, delta, dk, dv, *_strides(q, k, v, grad, dk, dv), at, c.sizes, c.hk, c.groups, *c.numbers,
-        BQ=c.field.q_tile, KT=c.field.k_tile, **c.wide, **p.for_keys,
+        **p.queries, KT=c.field.k_tile, **c.wide, **p.for_keys,
     )  # fmt: skip

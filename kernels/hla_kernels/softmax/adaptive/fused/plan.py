@@ -18,10 +18,14 @@ LEAST = 16  # minimum size of an axis in a product
 
 
 class Plan(NamedTuple):
-    """Tile sizes of the passes; d: number of channels."""
+    """Tile sizes of the passes; d: number of channels; single: whether tokens are float32.
+
+    Float32 has smaller tiles, since its products keep tails or addresses of operands in registers (`tiles.in_tf32`).
+    """
 
     field: Field
     d: int
+    single: bool
 
     @property
     def width(self) -> int:
@@ -34,6 +38,17 @@ class Plan(NamedTuple):
         return self.width <= 64
 
     @property
+    def warps(self) -> int:
+        """Warps of the passes over query tiles and far tiles."""
+        return 8 if self.single and not self.small else 4
+
+    @property
+    def queries(self) -> dict[str, int]:
+        """Queries per program or step, and the number of such parts of a query tile."""
+        rows = (32 if self.small else 16) if self.single else self.field.q_tile
+        return {"BQ": rows, "PARTS": self.field.q_tile // rows}
+
+    @property
     def pooling(self) -> int:
         """Warps of `pool`."""
         return max(1, self.field.k_tile * self.width // 1024)
@@ -41,28 +56,41 @@ class Plan(NamedTuple):
     @property
     def sums(self) -> dict[str, int]:
         """Launch options of D x D sums."""
-        return {"num_warps": 4 if self.small else 8, "num_stages": 2}
+        return {"num_warps": 4 if self.small else 8, "num_stages": 1 if self.single else 2}
+
+    @property
+    def scores(self) -> dict[str, int]:
+        """Launch options of `summed_scores`; BQ pooled queries per program, BM key tiles per step."""
+        return {"BQ": ROWS * 4 // self.warps, "BM": 64, "num_warps": self.warps, "num_stages": 2}
 
     @property
     def output(self) -> dict[str, int]:
         """Launch options of `output`; BM far tiles and BJ slots are read per step. With 3 stages, keys are loaded while
         others are computed with."""
-        return {"BM": 32, "BJ": 64 if self.small else 32, "num_warps": 4, "num_stages": 3}
+        slots = 64 if self.small and not self.single else 32
+        return {"BM": 32, "BJ": slots, "num_warps": self.warps, "num_stages": 2 if self.single else 3}
 
     @property
     def for_queries(self) -> dict[str, int]:
         """Launch options of `for_queries`, as of `output`; a third stage spills with more than 64 channels."""
+        if self.single and self.small:
+            return {**self.output, "BM": 16}
         return {**self.output, "num_stages": 3 if self.small else 2}
 
     @property
     def for_tiles(self) -> dict[str, int]:
         """Launch options of `for_tiles`; BM far tiles per program."""
-        return {"BM": 64 if self.small else 32, "num_warps": 4, "num_stages": 2 if self.small else 3}
+        tiles = 64 if self.small else 32
+        if self.single:
+            tiles = 16 if self.small else 32
+        return {"BM": tiles, "num_warps": self.warps, "num_stages": 2 if self.small or self.single else 3}
 
     @property
     def for_keys(self) -> dict[str, int]:
         """Launch options of `for_keys`; BK slots per program."""
         keys = max(KEYS, self.field.k_tile)
+        if self.single:
+            return {"BK": KEYS, "num_warps": self.warps, "num_stages": 2}
         return {"BK": keys, "num_warps": 8 if self.width * keys > 4096 else 4, "num_stages": 3 if keys == KEYS else 2}
 
     @property

@@ -2,7 +2,7 @@
 
 Scores are [queries, keys], so that a query's largest score and sum stay within a warp. The first operand of a product
 is always loaded rows, and computed weights are the second one, transposed: products with a first operand in registers
-are miscompiled.
+are miscompiled. Only float32 has first operands in registers (`in_tf32`), which the tests of compiled kernels examine.
 """
 
 import triton
@@ -31,9 +31,26 @@ def store(ptr, row, stride, inside, x, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def products(x, y):
-    """Return x_i.y_j, [I, J]."""
-    return tl.dot(x, tl.trans(y), input_precision="ieee")
+def tail(x):
+    """Return the last 13 bits of float32, which tensor cores cut off in TF32."""
+    return x - (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_tf32(x, x_tail, y):
+    """Return x y of float32, from three products in TF32. Callers add it to sums outside of tensor cores, which cut off
+    bits of sums, too."""
+    found = tl.dot(x, tail(y), tl.dot(x_tail, y, input_precision="tf32"), input_precision="tf32")
+    return tl.dot(x, y, found, input_precision="tf32")
+
+
+@triton.jit
+def products(x, y, acc=None):
+    """Return x_i.y_j, [I, J], plus acc."""
+    if x.dtype == tl.float32:
+        found = in_tf32(x, tail(x), tl.trans(y))
+        return found if acc is None else acc + found
+    return tl.dot(x, tl.trans(y), acc)
 
 
 @triton.jit
@@ -66,13 +83,15 @@ def put(ptr, row, strides, inside, x, D: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def added(acc, x, w):
     """Return acc + x'w for rows of tokens x and computed w."""
-    return tl.dot(tl.trans(x), w.to(x.dtype), acc, input_precision="ieee")
+    if x.dtype == tl.float32:
+        return acc + in_tf32(tl.trans(x), tl.trans(tail(x)), w)
+    return tl.dot(tl.trans(x), w.to(x.dtype), acc)
 
 
 @triton.jit
 def weighted(acc, x, w):
     """Return acc + x'w' for rows of tokens x and computed w [queries, rows]."""
-    return tl.dot(tl.trans(x), tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
+    return added(acc, x, tl.trans(w.to(x.dtype)))
 
 
 @triton.jit
