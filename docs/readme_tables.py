@@ -49,6 +49,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "adaptive-kernels-h200": ("Operator adaptive multipole", tables.adaptive_kernels),
     "causal-h200": ("Causal operators", tables.plain),
     "causal-forms-h200": ("Causal operators: decays, ratios, frames, decoding, delta rules", report.TEXT["causal"]),
+    "causal-walk-h200": ("Causal operators: all stages in one launch", tables.plain),
     "causal-h100": ("Causal operators with ratios", report.TEXT["causal"]),
     "two-kernels-h100": ("Two generic kernels instead of one per head", tables.two_kernels),
     "host-h200": ("Host times of eager calls, and first calls", report.TEXT["host"]),

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from triton.compiler import ASTSource
 
+from tests.ops.fused.offline.gate import Recorder
 from tests.ops.fused.offline.judge import OPTIONS, constant, judged, key, type_of
 from tests.ops.fused.offline.verdicts import kept
+
+
+def judge_recorded() -> None:
+    """Compile what was recorded and print one JSON line per kernel. Asserts that no product has operand A in
+    registers."""
+    done = set()
+    for fn, args, kwargs in Recorder.calls:
+        which, found = compiled_call(fn, args, kwargs, done)
+        if found is not None:
+            assert found["from_registers"] == 0, found
+            print(json.dumps(found), flush=True)
+        done.add(which)
 
 
 def compiled_call(fn, args, kwargs, done) -> tuple[str, dict | None]:

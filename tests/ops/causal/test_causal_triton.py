@@ -3,7 +3,6 @@
 On a CUDA device, interpreted in a separate process, and compiled.
 """
 
-import json
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -317,6 +316,7 @@ def recorded() -> None:
 
 def compiled(d: str, learned: str) -> None:
     from hla_kernels.hla.stages import decode, operator
+    from tests.ops.causal.offline import judge_recorded
 
     recorded()
     q = torch.empty(2, 4096, 3, int(d), dtype=torch.bfloat16, device="meta")
@@ -343,6 +343,7 @@ def compiled(d: str, learned: str) -> None:
 
 def compiled_half(d: str) -> None:
     from hla_kernels.hla.stages import operator
+    from tests.ops.causal.offline import judge_recorded
 
     recorded()
     half = torch.empty(2, 4096, 3, int(d), dtype=torch.float16, device="meta")
@@ -351,19 +352,6 @@ def compiled_half(d: str) -> None:
         rest = (None, None, list(saved), False, *options)
         operator.causal_stages_backward.function(half, half, half, half, None, *rest)
     judge_recorded()
-
-
-def judge_recorded() -> None:
-    from tests.ops.causal.offline import compiled_call
-    from tests.ops.fused.offline.gate import Recorder
-
-    done = set()
-    for fn, args, kwargs in Recorder.calls:
-        which, found = compiled_call(fn, args, kwargs, done)
-        if found is not None:
-            assert found["from_registers"] == 0, found
-            print(json.dumps(found), flush=True)
-        done.add(which)
 
 
 if __name__ == "__main__":

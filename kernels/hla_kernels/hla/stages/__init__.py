@@ -6,7 +6,10 @@ program per segment walks over its chunks with the state in registers. Frames (c
 read the state after their frame. The backward has the same sums, over earlier and
 over later tokens. No atomics. In products, the computed factor is the second operand (see `tiles`).
 
-Reading order: tiles, kernels, plan, launch, compose (equations), rows (maps), operator; step, decode (a single token).
+Some calls without a backward are one launch, which walks through all stages at once (`walk`).
+
+Reading order: tiles, kernels, plan, launch, compose (equations), rows (maps), walk, operator; step, decode (a single
+token).
 The first call imports Triton.
 """
 

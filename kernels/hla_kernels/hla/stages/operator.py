@@ -11,7 +11,7 @@ from torch import Tensor
 from ...dispatch.operator import custom_op, loadable
 from ...features import feature, feature_grad, feature_width
 from ..streaming.contents import STAGES
-from .plan import REST, in_tf32
+from .plan import REST, in_tf32, walks
 
 if TYPE_CHECKING:
     from .launch import Pass, Tokens
@@ -121,6 +121,15 @@ def causal_stages(
     if not q.shape[0]:
         last = none.new_empty(0, q.shape[2], state_size(op, d, e)) if keep else none
         return q.new_empty((*q.shape[:3], v.shape[3])), last, *saved
+    sizes = (q.shape[0] * q.shape[2], q.shape[1], d, v.shape[3])
+    if not (save or normalize or frame) and walks(op, q.dtype, *sizes, gamma is not None):
+        from .walk import walked
+
+        with torch.cuda.device_of(q):
+            phi_q, phi_k = _features(q, feature_map, work), _features(k, feature_map, work)
+            log2, s = log2_decay(gamma, q.shape[2], k.shape[2]), 1.0 if scale is None else scale
+            y, state = walked(op, phi_q, phi_k, loadable(v.to(work)), log2, first, s, keep)
+        return y, none if state is None else state, *saved
     with torch.cuda.device_of(q):
         p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, work)
         before = None if first is None else _by_stage(op, first, d, e)

@@ -12,6 +12,8 @@ CHUNK = 64  # tokens per tile
 PROGRAMS = 396  # programs of a launch, at least: three per multiprocessor of an H100
 REST = torch.bfloat16  # dtype of rounding errors of outputs: with them, an output of 16 bits has 16 or more
 SEGMENT = 8  # chunks of the shortest segment of a divided sequence
+WALK_BLOCK = 32  # channels of values per program of a walk
+WALKS = 256  # programs of a walk, at least
 
 
 class Plan(NamedTuple):
@@ -50,3 +52,17 @@ def warps(widest: int, many: bool, stages: int) -> dict[str, int]:
     """Return the launch options for tiles of `widest` channels; many: 4 warps would have too few registers. 8 warps
     compute products of 64 rows twice, at half the speed. stages: of the pipeline of 4 warps."""
     return {"num_warps": 8, "num_stages": 2} if widest > 64 or many else {"num_warps": 4, "num_stages": stages}
+
+
+def walk_chunk(d: int) -> int:
+    """Return the tokens per chunk of a walk through all stages; longer chunks would spill registers."""
+    return 32 if d <= 64 else 16
+
+
+def walks(op: str, dtype: torch.dtype, heads: int, n: int, d: int, dv: int, decay: bool) -> bool:
+    """Whether all stages of a call without a backward are one walk per head, `heads` of all samples: where that is
+    faster. The stages would be divided into segments then, and the walk still occupies the GPU; a walk with an inner
+    state of keys needs too many registers beyond 64 channels; two short stages without a decay are faster."""
+    wins = {"hla3": d <= 64, "hla2": d <= 64 and decay, "ahla": d > 64 or decay}.get(op, False)
+    occupied = heads * -(-dv // WALK_BLOCK) >= WALKS
+    return wins and occupied and dtype == torch.bfloat16 and plan(heads, n, dv, 0, False).segments > 1
