@@ -76,11 +76,18 @@ for _operator in (causal_op, causal_backward):
 
 @register_flop_formula(torch.ops.hla_kernels.causal_stages)
 def _stages(q: Any, k: Any, v: Any, gamma: Any, first: Any, *options: Any, out_shape: Any = None) -> int:
-    return count(causal_op, (q, k, v, gamma, *options[:3], *OTHERS), {})
+    return count(causal_op, (q, k, v, gamma, *_of_torch(*options[:3])), {})
 
 
 @register_flop_formula(torch.ops.hla_kernels.causal_stages_backward)
 def _stages_backward(grad: Any, q: Any, k: Any, v: Any, gamma: Any, *rest: Any, out_shape: Any = None) -> int:
     gamma_grad, *options = rest[3:7]  # behind the states and what the forward saved
     needed = [True, True, True, gamma_grad, *[False] * 10]
-    return count(causal_backward, ([grad], needed, q, k, v, gamma, *options, *OTHERS), {})
+    return count(causal_backward, ([grad], needed, q, k, v, gamma, *_of_torch(*options)), {})
+
+
+def _of_torch(op: str, *options: Any) -> tuple:
+    """Convert arguments of the Triton form to the torch form."""
+    if op == "paper":
+        return ("hla2", *options, *OTHERS[:2], op, *OTHERS[3:])
+    return (op, *options, *OTHERS)

@@ -124,7 +124,7 @@ def why_not_triton(call: AnyCall) -> str | None:
     if isinstance(call, Call) and call.op == "softmax_attention":
         return "softmax_attention uses torch's own kernels and has no Triton form"
     if isinstance(call, Call) and call.options.causal:
-        return stages.why_not(call.op, call.q, call.v, call.options, call.return_state)
+        return stages.why_not(call.q, call.v, call.options, call.return_state)
     if call.state is not None or call.return_state:
         return "these calls have no Triton form with a state"
     if isinstance(call, block_call.BlockCall):

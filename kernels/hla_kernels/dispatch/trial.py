@@ -66,7 +66,7 @@ def _causal(call: Any, widths: tuple[int, ...]) -> tuple:
     if call.gamma is not None:  # -1: no gradient
         heads = int(call.gamma.numel()) if call.gamma.requires_grad else -1
     streams = call.state is not None or bool(call.return_state)
-    order = (("causal", o.causal), ("frame", N if o.frame else 0))
+    order = (("causal", o.causal), ("frame", N if o.frame else 0), ("decay_rule", o.decay_rule))
     options = (*order, ("scale", 0.02), ("decay_heads", heads), ("streams", streams))
     return (call.op, call.q.dtype, widths, (*options, ("feature_map", o.feature_map), ("normalize", o.normalize)))
 

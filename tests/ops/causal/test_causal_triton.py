@@ -17,7 +17,8 @@ from hla_kernels.hla.causal import causal
 from hla_kernels.hla.reference import reference
 from hla_kernels.hla.stages.operator import work_dtype
 from hla_kernels.op import why_not_triton
-from hla_kernels.options import Options
+from hla_kernels.options import Options, is_paper
+from tests.helpers.error_rule import LIMITS as RULE
 from tests.helpers.error_rule import features_as_read
 from tests.ops.cases import CAUSAL, l2_error, tokens
 from tests.ops.fused.cases import poison
@@ -27,6 +28,7 @@ RATIO = {"feature_map": "elu1", "normalize": True}
 PAIR = {"feature_map": "softmax_pair", "normalize": True, "scale": 0.5}
 KINDS = {"plain": {}, "scale": {"scale": 0.3}, "relu": {"feature_map": "relu"}, "ratio": RATIO, "pair": PAIR}
 KINDS["frames"] = {"causal": "frame", "frame": 70, "scale": 0.3}
+KINDS["paper"] = {"decay_rule": "paper", "scale": 0.3}
 KINDS["frame ratio"] = {"causal": "frame", "frame": 50, **RATIO}
 # n, query heads, key heads, D, Dv, option, decay per query head or key head
 CASES = [
@@ -39,15 +41,21 @@ CASES = [
     (600, 1, 1, 24, 40, "plain", (0.98,)),
     (210, 2, 1, 16, 24, "frames", ()),
     (150, 2, 2, 24, 16, "frame ratio", ()),
+    (210, 2, 1, 16, 24, "frames", (0.9, 0.3)),
+    (150, 2, 2, 24, 16, "frame ratio", (0.9, 0.5)),
+    (200, 2, 1, 16, 24, "paper", (0.9, 0.3)),
 ]
 PIECES = [CASES[1], CASES[2], *CASES[6:]]  # with states, too
 # relative L2 errors of o, gradients of tokens and of the decay; of ratios, whose gradients cancel
-LIMITS = {torch.bfloat16: (4e-3, 4e-3, 2e-2), torch.float16: (1e-3, 1e-3, 6e-3)}
-OF_RATIOS = {torch.bfloat16: (4e-3, 5e-3, 2e-2), torch.float16: (1e-3, 3e-3, 6e-3)}
+LIMITS = {torch.bfloat16: (4e-3, 4e-3, 2e-2), torch.float16: (1e-3, 1e-3, 6e-3), torch.float32: (1e-5, 1e-5, 1e-4)}
+OF_RATIOS = LIMITS | {torch.bfloat16: (4e-3, 5e-3, 2e-2), torch.float16: (1e-3, 3e-3, 6e-3)}
+PAPER = LIMITS | {torch.bfloat16: (RULE[torch.bfloat16], RULE[torch.bfloat16], 2e-2)}  # four sums, which partly cancel
 GPU_CASES = [
     (1000, 4, 4, 64, 64, "plain", ()), (600, 4, 2, 128, 128, "plain", (0.9, 0.99)), (333, 2, 2, 72, 40, "ratio", ()),
     (4096, 2, 1, 64, 64, "ratio", (0.99, 0.999)), (5000, 2, 2, 64, 128, "scale", (0.9, 0.999)),
     (2100, 4, 2, 64, 64, "frames", ()), (3000, 2, 2, 128, 128, "frame ratio", ()),
+    (2100, 4, 2, 64, 64, "frames", (0.9, 0.6)), (3000, 2, 2, 64, 128, "frame ratio", (0.9, 0.5)),
+    (2000, 4, 2, 64, 72, "paper", (0.9, 0.99)),
 ]  # fmt: skip
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton form needs a CUDA device: none here")
 
@@ -57,7 +65,8 @@ def setting(case, dtype, device, size=1.0, batch=2):
     n, h, n_key_heads, d, dv, kind, decay = case
     x = [(size * t).to(device, dtype) for t in tokens(n, batch, h, n_key_heads, d, dv)]
     grad = tokens(n, batch, h, h, d, dv, seed=1)[2].to(device, dtype)
-    return x, torch.tensor(decay, dtype=torch.float64, device=device) if decay else None, grad, KINDS[kind]
+    # numbers in float32, as the operator reads them: 0.999^t of the rounded 0.999 is 1e-5 from the other at t = 1000
+    return x, torch.tensor(decay, device=device).double() if decay else None, grad, KINDS[kind]
 
 
 def run(op, x, decay, options):
@@ -65,7 +74,7 @@ def run(op, x, decay, options):
     o = options_of(decay, options)
     gamma = None if decay is None else decay.reshape(1, x[1].shape[2], -1, 1, 1)
     rest = (o.feature_map, o.normalize, o.scale, o.frame, o.eps, True, False)
-    return stages.causal_stages(*x, gamma, None, op, *rest)[0]
+    return stages.causal_stages(*x, gamma, None, "paper" if is_paper(op, o) else op, *rest)[0]
 
 
 def options_of(decay, options):
@@ -140,9 +149,11 @@ def errors(op, x, decay, grad, options):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("op", CAUSAL)
 def test_error_and_bits(monkeypatch, op, dtype, case):
+    if dtype == torch.float32:
+        case = (*case[:3], min(case[3], 64), min(case[4], 64), *case[5:])
     ratio = "normalize" in KINDS[case[5]]
     given = setting(case, dtype, "cuda", 0.2 if dtype == torch.float16 and not ratio else 1.0)
     with monkeypatch.context() as patch:
@@ -150,7 +161,7 @@ def test_error_and_bits(monkeypatch, op, dtype, case):
         (o, *of_tokens), first = errors(op, *given)
         second = grads(run, op, *given)
     of_decay = of_tokens.pop() if case[6] else 0.0
-    limits = (OF_RATIOS if ratio else LIMITS)[dtype]
+    limits = (OF_RATIOS if ratio else PAPER if case[5] == "paper" else LIMITS)[dtype]
     assert (o <= limits[0]) and max(of_tokens) <= limits[1] and of_decay <= limits[2], (o, of_tokens, of_decay)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -225,24 +236,28 @@ def test_no_spills_and_no_operand_in_registers(tmp_path, d, learned, stack):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("d", [64, 128])
-def test_no_spills_and_no_operand_in_registers_in_float16(tmp_path, d):
+@pytest.mark.parametrize(
+    ("d", "dtype", "learned", "stack"),
+    [(64, "float16", 0, 0), (128, "float16", 0, 0), *((d, "float32", 0, 0) for d in (32, 64)), (64, "float32", 1, 24)],
+)
+def test_no_spills_and_no_operand_in_registers_in_tf32(tmp_path, d, dtype, learned, stack):
     """Ratios with a map, and plain calls."""
     pytest.importorskip("triton")
-    check_compiled(0, 4, tmp_path, __file__, ("compiled_half", d))
+    check_compiled(stack, 4, tmp_path, __file__, ("compiled_tf32", d, dtype, learned))
 
 
 def test_what_triton_does_not_have():
     x = [t.bfloat16() for t in tokens(9, d=16, dv=16)]
-    why_not = lambda options, x=x: stages.why_not("hla2", x[0], x[2], Options(True, **options))  # noqa: E731
+    why_not = lambda options, x=x: stages.why_not(x[0], x[2], Options(True, **options))  # noqa: E731
     for options, word in (
         ({"center": "k"}, "center"), ({"mean_path": True}, "mean_path"), ({"ridge": 0.1}, "ridge"),
-        ({"decay": 0.9, "decay_rule": "paper"}, "paper"), ({"feature_map": "softmax_pair"}, None),
+        ({"decay": 0.9, "decay_rule": "paper"}, None), ({"feature_map": "softmax_pair"}, None),
     ):  # fmt: skip
         assert word is None or word in why_not(options)
     assert "multiple of 8" in why_not({}, [t[..., :9] for t in x])
     assert "at most 128" in why_not({"feature_map": "softmax_pair"}, [t.repeat(1, 1, 1, 5) for t in x])
-    assert "float32" in why_not({}, [t.float() for t in x])
+    assert "float64" in why_not({}, [t.double() for t in x])
+    assert "at most 64" in why_not({}, [t.float().repeat(1, 1, 1, 5) for t in x])
     assert why_not({"feature_map": "relu", "normalize": True}, [t.half() for t in x]) is None
     assert "CUDA" in why_not_triton(hk.op.prepare("hla2", *x, causal=True))
 
@@ -263,11 +278,17 @@ def interpreted(op: str) -> None:
     interpret_quicker()
     torch.cuda.device_of = lambda x: nullcontext()
     plan.SEGMENT = 2
+    for case in (CASES[0], CASES[2], CASES[8], CASES[9]):  # float32 tokens: TF32 and rounding errors
+        given = setting(case, torch.float32, "cpu", batch=1)
+        pieces = in_pieces(op, given, lambda *inputs: stages.evaluate(*inputs, True)) if case in PIECES else []
+        for *found, of_decay in [x if case[6] else [*x, 0.0] for x in (errors(op, *given)[0], pieces) if x]:
+            assert max(found) <= 1e-5 and of_decay <= 1e-4, (case, found, of_decay)
+    operator.is_split = lambda dtype: False
     for case in (CASES[0], CASES[2], CASES[8]):  # operands rounded to TF32, as for float16
         found, _ = errors(op, *setting(case, torch.float32, "cpu"))
         assert max(found[:4]) <= 3e-3, (case, found)
     operator.in_tf32 = launch.in_tf32 = lambda dtype: False
-    for case in CASES:
+    for case in CASES if op == "hla2" else CASES[:-1]:  # the last one is hla2's decay rule
         batch = 2 if case[0] < 500 else 1  # which has as many programs per head
         given = setting(case, torch.float32, "cpu", batch=batch)
         with pytest.MonkeyPatch.context() as patch:
@@ -293,6 +314,10 @@ def interpreted(op: str) -> None:
     torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, None, *options, False))
     first = torch.randn(1, 2, operator.state_size(op, 16, 17), requires_grad=True)
     torch.library.opcheck(torch.ops.hla_kernels.causal_stages, (*x, gamma, first, *options, True))
+    if op == "hla2":
+        first = torch.randn(1, 2, operator.state_size("paper", 16, 16), requires_grad=True)
+        inputs = (*x, gamma, first, "paper", None, False, 0.3, 0, 1e-6, True, True)
+        torch.library.opcheck(torch.ops.hla_kernels.causal_stages, inputs)
     one = [t[:, :1].detach() for t in x]
     _, state = stages.evaluate(op, *one, gamma.detach(), Options(True, decay="tensor"), None, True)
     kept = [t for name, t in state.tensors.items() if name != "gamma"]
@@ -328,12 +353,14 @@ def compiled(d: str, learned: str) -> None:
             saved = operator.causal_stages.function(q, q, q, gamma, None, *options, 1e-6, True, False)
             rest = (None, None, list(saved), bool(int(learned)), *options)
             operator.causal_stages_backward.function(q, q, q, q, gamma, *rest)
-    if not int(learned):  # with a state
-        first = torch.empty(2, 3, operator.state_size("hla3", int(d), int(d) + 1), device="meta")
+    of_states = [("hla3", None, normalize, None, 1024) for normalize in (False, True)]
+    for options in (*of_states, *[("paper", None, False, None, 0)] * int(learned)):
+        first = torch.empty(2, 3, operator.state_size(options[0], int(d), int(d) + options[2]), device="meta")
+        saved = operator.causal_stages.function(q, q, q, gamma, first, *options, 1e-6, True, True)
+        rest = (first, first, list(saved), bool(int(learned)), *options)
+        operator.causal_stages_backward.function(q, q, q, q, gamma, *rest)
+    if not int(learned):  # `first` is of the ratio
         operator.causal_stages.function(q, q, q, gamma, first, "hla3", None, True, None, 0, 1e-6, False, True)
-        framed = ("hla3", None, True, None, 1024)
-        saved = operator.causal_stages.function(q, q, q, gamma, first, *framed, 1e-6, True, True)
-        operator.causal_stages_backward.function(q, q, q, q, gamma, first, first, list(saved), False, *framed)
         parts = operator._by_stage("hla3", first, int(d), int(d) + 1).values()
         decode.causal_step.function(
             *3 * [q[:, :1]], gamma, [x[:, :, None] for x in parts], "hla3", None, True, None, 1e-6
@@ -341,19 +368,21 @@ def compiled(d: str, learned: str) -> None:
     judge_recorded()
 
 
-def compiled_half(d: str) -> None:
+def compiled_tf32(d: str, dtype: str, learned: str) -> None:
     from hla_kernels.hla.stages import operator
     from tests.ops.causal.offline import judge_recorded
 
     recorded()
-    half = torch.empty(2, 4096, 3, int(d), dtype=torch.float16, device="meta")
+    x = torch.empty(2, 4096, 3, int(d), dtype=getattr(torch, dtype), device="meta")
+    gamma = torch.empty(1, 3, 1, 1, 1, device="meta") if int(learned) else None
     for options in (("hla3", "elu1", True, None, 0), ("hla3", None, False, None, 0)):
-        saved = operator.causal_stages.function(half, half, half, None, None, *options, 1e-6, True, False)
-        rest = (None, None, list(saved), False, *options)
-        operator.causal_stages_backward.function(half, half, half, half, None, *rest)
+        first = torch.empty(2, 3, operator.state_size("hla3", int(d), int(d) + options[2]), device="meta")
+        saved = operator.causal_stages.function(x, x, x, gamma, first, *options, 1e-6, True, True)
+        rest = (gamma, first, first, list(saved), bool(int(learned)), *options)
+        operator.causal_stages_backward.function(x, x, x, x, *rest)
     judge_recorded()
 
 
 if __name__ == "__main__":
-    programs = {"interpreted": interpreted, "compiled": compiled, "compiled_half": compiled_half}
+    programs = {"interpreted": interpreted, "compiled": compiled, "compiled_tf32": compiled_tf32}
     programs[sys.argv[1]](*sys.argv[2:])

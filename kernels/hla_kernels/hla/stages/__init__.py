@@ -3,14 +3,13 @@
 A sequence is divided into segments of chunks of 64 tokens. If there are several segments, one launch computes the state
 of each, and another one carries states from segment to segment, from the state of the call if there is one; then one
 program per segment walks over its chunks with the state in registers. Frames (causal="frame") are segments whose tokens
-read the state after their frame. The backward has the same sums, over earlier and
+read the state after their frame; a decay acts from frame to frame. The backward has the same sums, over earlier and
 over later tokens. No atomics. In products, the computed factor is the second operand (see `tiles`).
 
 Some calls without a backward are one launch, which walks through all stages at once (`walk`).
 
-Reading order: tiles, kernels, plan, launch, compose (equations), rows (maps), walk, operator; step, decode (a single
-token).
-The first call imports Triton.
+Reading order: tiles, kernels, plan, launch, compose and paper (equations), rows (maps), walk, operator; step, decode (a
+single token). The first call imports Triton.
 """
 
 from __future__ import annotations
@@ -31,23 +30,22 @@ __all__ = ["causal_stages", "evaluate", "why_not"]
 WIDEST = 128
 
 
-def why_not(op: str, q: Tensor, v: Tensor, options: Options, return_state: bool | str = False) -> str | None:
+def why_not(q: Tensor, v: Tensor, options: Options, return_state: bool | str = False) -> str | None:
     """Return the reason why there is no Triton form of a causal call, or None."""
     form = "the Triton form of causal calls"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"{form} is for bfloat16 and float16, not {q.dtype}"
+    if q.dtype == torch.float64:
+        return f"{form} is not for float64"
+    widest = WIDEST if q.dtype != torch.float32 else WIDEST // 2
     d, dv = feature_width(q.shape[3], options.feature_map), v.shape[3]
-    if d % 8 or dv % 8 or max(d, dv) > WIDEST:
-        return f"{form} needs features and values of a multiple of 8 channels, at most {WIDEST}, got {d} and {dv}"
+    if d % 8 or dv % 8 or max(d, dv) > widest:
+        return f"{form} needs features and values of a multiple of 8 channels, at most {widest}, got {d} and {dv}"
     given = (("center", options.center is not None), ("mean_path", options.mean_path), ("ridge", options.ridge != 0))
     if return_state == "mergeable":
         return f"{form} has no summaries for merging"
-    if options.frame and options.decay is not None:
-        return f"{form} has no decay per frame"
     for name, used in given:
         if used:
             return f"{form} has no {name}"
-    return f"{form} has no decay_rule='paper'" if is_paper(op, options) else None
+    return None
 
 
 def evaluate(
@@ -57,12 +55,13 @@ def evaluate(
     """Return (o [B, N, H, Dv], the state after the tokens if `keep`) of a checked causal call. Raises ValueError
     for dual tensors."""
     o, (b, n, h, _), hk = options, q.shape, k.shape[2]
-    rest = (op, o.feature_map, o.normalize, o.scale)
-    names, tensors = STAGES[op], {} if gamma is None else {"gamma": gamma.float()}
+    form = "paper" if is_paper(op, o) else op
+    rest = (form, o.feature_map, o.normalize, o.scale)
+    names, tensors = STAGES[form], {} if gamma is None else {"gamma": gamma.float()}
     given = [] if state is None else [state.tensors[name].float() for name in names]
     refuse_forward_mode(op, q, k, v, gamma, *given)
     save = needs_backward(q, k, v, gamma, *given)
-    if given and keep and n == 1 and not save:
+    if given and keep and n == 1 and not save and form != "paper":
         y, *after = causal_step(q, k, v, gamma, given, *rest, o.eps)
         tensors |= zip(names, after, strict=False)
     else:
@@ -70,7 +69,7 @@ def evaluate(
         first = torch.cat(wide, 2) if wide else None
         y, last, *_ = causal_stages(q, k, v, gamma, first, *rest, o.frame, o.eps, save, keep)
         if keep:
-            tensors |= _tensors(op, options, last, q, k, v, gamma)
+            tensors |= _tensors(form, options, last, q, k, v, gamma)
     if not keep:
         return y, None
     count = torch.full((), n, dtype=torch.int64, device=q.device)

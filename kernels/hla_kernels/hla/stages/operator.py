@@ -1,4 +1,7 @@
-"""Custom operator `hla_kernels::causal_stages`: causal la, hla2, ahla and hla3 in Triton."""
+"""Custom operator `hla_kernels::causal_stages`: causal la, hla2, ahla and hla3 in Triton.
+
+The operator "paper" is hla2 with the paper's decay rule.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from ...dispatch.operator import custom_op, loadable
 from ...features import feature, feature_grad, feature_width
 from ..streaming.contents import STAGES
-from .plan import REST, in_tf32, walks
+from .plan import REST, in_tf32, is_split, walks
 
 if TYPE_CHECKING:
     from .launch import Pass, Tokens
@@ -25,16 +28,18 @@ def work_dtype(x: Tensor, op: str, normalize: bool, save: bool) -> torch.dtype:
     return torch.float32 if exact else x.dtype
 
 
-def _features(x: Tensor, name: str | None, dtype: torch.dtype) -> Tensor:
+def _tokens(x: Tensor, name: str | None, dtype: torch.dtype, split: bool, extra: Tensor | None = None) -> Tokens:
     """Return phi(x) in `dtype`, rounded to the precision of products, which would truncate."""
-    if name in (None, "identity"):
-        return loadable(x.to(dtype))
     from . import rows
+    from .launch import Tokens
 
-    if name in rows.MAPS:
-        return rows.features(x, name, dtype, in_tf32(dtype))
-    y = feature(x.float(), name)
-    return ((y.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) if in_tf32(dtype) else y.to(dtype)
+    name = name or "identity"
+    if name == "identity" and not split:
+        return Tokens(loadable(x.to(dtype)), extra)
+    if name not in (*rows.MAPS, "identity"):
+        x, name = feature(x.float(), name), "identity"
+    y, rest = rows.features(x, name, dtype, in_tf32(dtype), split)
+    return Tokens(y, extra, rest)
 
 
 def _feature_grad(x: Tensor, grad: Tensor, name: str) -> Tensor:
@@ -42,15 +47,16 @@ def _feature_grad(x: Tensor, grad: Tensor, name: str) -> Tensor:
     from . import rows
 
     if name in rows.MAPS:
-        return rows.features(x, name, x.dtype, False, grad)
+        return rows.features(x, name, x.dtype, False, grad=grad)[0]
     return feature_grad(x.float(), feature(x.float(), name), grad.float(), name)
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, op: str, name: str | None, normalize: bool, save: bool) -> list[tuple]:
-    """Return the shapes of u, of r and its extra channel, of the divisor and of the rounding error of o."""
+    """Return the shapes of u, of r (of `paper`, w) and its extra channel, of the divisor and of the rounding error of
+    o."""
     (b, n, h, d), dv = q.shape, v.shape[3]
-    u = (b, n, h, feature_width(d, name)) if save and op in ("hla2", "hla3") else (0,)
-    r = (b, n, h, dv) if save and op in ("ahla", "hla3") else (0,)
+    u = (b, n, h, feature_width(d, name)) if save and op in ("hla2", "hla3", "paper") else (0,)
+    r = (b, n, h, dv) if save and op in ("ahla", "hla3", "paper") else (0,)
     ratio = save and normalize
     return [u, r, (b, n, h) if ratio and len(r) > 1 else (0,), *(((b, n, h), (b, n, h, dv)) if ratio else ((0,), (0,)))]
 
@@ -69,19 +75,20 @@ def log2_decay(gamma: Tensor | None, h: int, hk: int) -> Tensor | None:
 def _pass(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, name: str | None, normalize: bool, scale: float | None,
     frame: int, work: torch.dtype,
-) -> tuple[Pass, Tokens, Tokens, Tokens]:  # fmt: skip
+) -> tuple[Pass, tuple[Tokens, Tokens, Tokens]]:  # fmt: skip
     """Return the launches of a call, and its q, k, v after the feature map, in the dtype `work`."""
-    from .launch import Pass, Tokens
+    from .launch import Pass
 
     h, hk = q.shape[2], k.shape[2]
     log2 = log2_decay(gamma, h, hk)
-    if normalize and log2 is None:
+    within = None if frame else log2  # a decay over frames acts between them alone
+    if normalize and within is None:
         # without a decay, tiles that are operands are also read by threads, and Triton's pipeline could overwrite them
-        log2 = q.new_zeros(h, dtype=torch.float32)
+        within = q.new_zeros(h, dtype=torch.float32)
     ones = v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None
-    q, k, v = _features(q, name, work), _features(k, name, work), loadable(v.to(work))
-    launches = Pass(h, log2, gamma is not None, 1.0 if scale is None else scale, frame)
-    return launches, Tokens(q), Tokens(k), Tokens(v, ones)
+    split = is_split(q.dtype)
+    tokens = _tokens(q, name, work, split), _tokens(k, name, work, split), _tokens(v, None, work, split, ones)
+    return Pass(h, log2, within, 1.0 if scale is None else scale, frame, split), tokens
 
 
 def _by_stage(op: str, state: Tensor, d: int, e: int) -> dict[str, Tensor]:
@@ -113,7 +120,7 @@ def causal_stages(
     q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]; gamma [1, Hk or 1, G or 1, 1, 1] or None; first, the state before
     the tokens, float32 [B, H, `state_size`] or None; frame: tokens per frame, or 0; arguments are checked by `op.run`.
     """
-    from .compose import forward
+    from . import compose, paper
 
     d, e = feature_width(q.shape[3], feature_map), v.shape[3] + normalize
     work, none = work_dtype(q, op, normalize, save), q.new_empty(0, dtype=torch.float32)
@@ -126,19 +133,23 @@ def causal_stages(
         from .walk import walked
 
         with torch.cuda.device_of(q):
-            phi_q, phi_k = _features(q, feature_map, work), _features(k, feature_map, work)
+            phi_q, phi_k = (_tokens(x, feature_map, work, False).x for x in (q, k))
             log2, s = log2_decay(gamma, q.shape[2], k.shape[2]), 1.0 if scale is None else scale
             y, state = walked(op, phi_q, phi_k, loadable(v.to(work)), log2, first, s, keep)
         return y, none if state is None else state, *saved
     with torch.cuda.device_of(q):
-        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, work)
+        p, tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, work)
         before = None if first is None else _by_stage(op, first, d, e)
         eps_of = eps if normalize else None
-        o, u, r, after = forward(op, p, tokens[0], tokens[1], tokens[2], eps_of, before, keep, q.dtype)
+        if op == "paper":
+            o, u, r, after = paper.forward(p, *tokens, before, keep, q.dtype)
+        else:
+            o, u, r, after = compose.forward(op, p, *tokens, eps_of, before, keep, q.dtype)
         last = _flat(op, after) if keep else none
     if not save:
         return o.x, last, *saved
-    kept = (None if u is None else u.x, None if r is None else r.x, None if r is None else r.extra, o.extra, o.rest)
+    u_x, r_x = (None if x is None else x.x if x.rest is None else x.x + x.rest for x in (u, r))
+    kept = (u_x, r_x, None if r is None else r.extra, o.extra, o.rest)
     found = [new if new is not None else none for new, none in zip(kept, saved, strict=True)]
     return o.x, last, found[0], found[1], found[2], found[3], found[4]
 
@@ -160,8 +171,7 @@ def causal_stages_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv, dgamma, dfirst); last_grad: gradient of the state after the tokens, None without one; saved:
     the outputs of the forward; dgamma is empty unless `gamma_grad`, dfirst without states."""
-    from . import rows
-    from .compose import Adjoint, backward
+    from . import compose, paper, rows
     from .launch import Sums, Tokens, gradient_of_decay
 
     none, streams = q.new_empty((0,)), first is not None or last_grad is not None
@@ -172,13 +182,14 @@ def causal_stages_backward(
     o, last, u, r, r_extra, divisor, rest = (x if x.numel() else None for x in saved)
     with torch.cuda.device_of(q):
         dtype, group = work_dtype(q, op, normalize, True), q.shape[2] // k.shape[2]
-        p, *tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, dtype)
+        p, tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, dtype)
         p.sums = Sums() if gamma_grad else None
-        extra = None
         if o is not None and divisor is not None and rest is not None:
-            grad, extra = rows.of_ratio(grad, o, rest, divisor, dtype, in_tf32(dtype))
-        do = Tokens(loadable(grad.to(dtype)), extra)
-        inner = None if u is None else Tokens(u), None if r is None else Tokens(r, r_extra)
+            do = Tokens(*rows.of_ratio(grad, o, rest, divisor, dtype, in_tf32(dtype), p.split))
+        else:
+            do = _tokens(grad, None, dtype, p.split)
+        inner_u = None if u is None else _tokens(u, None, dtype, p.split)
+        inner_r = None if r is None else _tokens(r, None, dtype, p.split, r_extra)
         wide = torch.float32 if group > 1 else dtype
         before, after, factor = None, None, torch.ones(1, 1, device=q.device)
         if streams:
@@ -188,13 +199,16 @@ def causal_stages_backward(
             factor = p.scale * (factor if p.log2 is None else p.log2.exp2()[:, None])
             before = _by_stage(op, zeros if first is None else first, d, e)
             after = _by_stage(op, zeros if last_grad is None else last_grad / factor, d, e)
-        adjoint = Adjoint(before, after, normalize)
-        found = list(backward(op, p, tokens[0], tokens[1], tokens[2], *inner, do, wide, adjoint))
+        adjoint = compose.Adjoint(before, after, normalize)
+        if op == "paper":
+            found = list(paper.backward(p, *tokens, inner_u, inner_r, do, adjoint))
+        else:
+            found = list(compose.backward(op, p, *tokens, inner_u, inner_r, do, wide, adjoint))
         d_first = _flat(op, adjoint.grads) * factor if streams else none
         if p.sums is not None and first is not None:
             p.sums.add_states(first, d_first, -1)
         if p.sums is not None and last is not None and last_grad is not None:
-            p.sums.add_states(last, last_grad, q.shape[1] - 1)
+            p.sums.add_states(last, last_grad, q.shape[1] // (frame or 1) - 1)
         if group > 1:
             found[1:] = (x.unflatten(2, (-1, group)).sum(3) for x in found[1:])
         if feature_map not in (None, "identity"):

@@ -44,8 +44,10 @@ CAUSAL = {
     "sum_r": ("q", "1", "E"), "C0": ("q", "D", "E"), "R": ("q", "D", "D"), "X0": ("q", "D", "E"),
     "Y0": ("q", "D", "D"), "W": ("q", "D", "D"), "S0": ("1", "D", "D"),
 }  # fmt: skip
-STAGES = {"linear_attention": ("P",), "hla2": ("S", "F"), "ahla": ("P", "E"), "hla3": ("S", "P", "F")}
-PAPER_STAGES = ("S", "C", "G")
+STAGES = {
+    "linear_attention": ("P",), "hla2": ("S", "F"), "ahla": ("P", "E"), "hla3": ("S", "P", "F"),
+    "paper": ("S", "C", "G"),  # hla2 with the paper's decay rule
+}  # fmt: skip
 
 
 def contents(op: str, options: Options, sizes: Sizes, summaries: bool = False) -> dict[str, Shape]:
@@ -57,7 +59,7 @@ def contents(op: str, options: Options, sizes: Sizes, summaries: bool = False) -
 
 
 def _causal(op: str, options: Options, sizes: Sizes, summaries: bool) -> dict[str, Shape]:
-    names = [*_causal_sums(op, options), *(PAPER_STAGES if is_paper(op, options) else STAGES[op])]
+    names = [*_causal_sums(op, options), *STAGES["paper" if is_paper(op, options) else op]]
     names += summaries_of(op, options) if summaries else ()
     # an int: dynamo of torch 2.11 cannot add a bool to a symbolic size
     width = {"D": sizes.d, "E": sizes.dv + (1 if needs_ones(options) else 0), "1": 1}
