@@ -63,7 +63,7 @@ def query_grads(
             load_vec(state + L.ROW, V), eps, q, 1, True, F, V, BN, PREC,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F)
-    out += (part.to(tl.int64) * heads + head) * (V.D * F.D + F.D)
+    out += (part * heads + b * H + h).to(tl.int64) * (V.D * F.D + F.D)
     store4(out, dm, V, F, F.D, 1)
     store_vec(out + V.D * F.D, dm1, F)
 

@@ -10,39 +10,18 @@ from .vectors import add_pairs, as_row, begin_pairs, beside, columns, reciprocal
 
 
 @triton.jit
-def begin_outer(V: tl.constexpr, F: tl.constexpr):
-    """Return the accumulator of `add_outer`."""
-    m11, m12, m21, m22 = zeros4(V, F)
-    if V.D2 > 0:
-        m21 = tl.full([F.D1, V.D2], 0.0, tl.float32)
-    return m11, m12, m21, m22
-
-
-@triton.jit
-def add_outer(acc, x, y, X: tl.constexpr, Y: tl.constexpr, PREC: tl.constexpr, CORNER: tl.constexpr = False):
-    """acc + x'y over the tokens of a tile, block 21 kept transposed: y is computed in the loop. CORNER: block 22, whose
-    operands go through registers, before the others."""
+def add_outer(acc, x, y, X: tl.constexpr, Y: tl.constexpr, PREC: tl.constexpr):
+    """acc + x'y over the tokens of a tile, y computed in the loop. Block 22, whose operands go through registers,
+    before the others."""
     a11, a12, a21, a22 = acc
-    if CORNER and X.D2 > 0 and Y.D2 > 0:
+    if X.D2 > 0 and Y.D2 > 0:
         a22 = add_dot(tl.trans(x[1]), y[1] + 0.0, a22, PREC)
     a11 = add_dot(tl.trans(x[0]), y[0], a11, PREC)
     if Y.D2 > 0:
         a12 = add_dot(tl.trans(x[0]), y[1], a12, PREC)
     if X.D2 > 0:
-        # "ieee": a product that is carried into the next turn makes the assembler wait for every one of this turn
-        a21 = add_dot(tl.trans(y[0]), x[1], a21, "ieee")
-    if not CORNER and X.D2 > 0 and Y.D2 > 0:
-        a22 = add_dot(tl.trans(x[1] + 0.0), y[1] + 0.0, a22, PREC)
+        a21 = add_dot(tl.trans(x[1] + 0.0), y[0], a21, PREC)
     return a11, a12, a21, a22
-
-
-@triton.jit
-def end_outer(acc, X: tl.constexpr):
-    """Return the matrix that `add_outer` summed."""
-    a21 = acc[2]
-    if X.D2 > 0:
-        a21 = tl.trans(acc[2])
-    return acc[0], acc[1], a21, acc[3]
 
 
 @triton.constexpr_function
@@ -185,7 +164,7 @@ def sum_ratio(
         ones = columns(m1, dtype, F)
     # pointers, which take fewer registers than products of strides
     MOVING: tl.constexpr = WRITE or (F.D2 > 0 and ORDER == 5)
-    dm = begin_outer(V, F)
+    dm = zeros4(V, F)
     dm1 = begin_pairs(BN, F)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
@@ -222,8 +201,8 @@ def sum_ratio(
         else:
             dm1 = add_pairs(dm1, d, over, F)
         over = (over[0] * unit, over[1] * unit)
-        dm = add_outer(dm, tg, (over[0].to(dtype), over[1].to(dtype)), V, F, PREC, WRITE)
-    dm = scale4(end_outer(dm, V), 1.0 / unit)
+        dm = add_outer(dm, tg, (over[0].to(dtype), over[1].to(dtype)), V, F, PREC)
+    dm = scale4(dm, 1.0 / unit)
     if NUMBER:
         dm, dm1 = numbers_of(dm, V)
     return dm, dm1

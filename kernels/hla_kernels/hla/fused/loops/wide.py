@@ -3,13 +3,11 @@
 import triton
 import triton.language as tl
 
-from ..tiles import load_rows, load_vec, power_of_two, scale4, trans4
+from ..tiles import load_rows, load_vec, power_of_two, scale4, trans4, zeros4
 from .extent import alive
 from .ratio import (
     add_outer,
     against,
-    begin_outer,
-    end_outer,
     pull,
     query_gradient,
     readout_columns,
@@ -58,7 +56,7 @@ def sum_divided(
     unit = 1.0
     if dtype == tl.float16:  # 1 / den of a higher order is too small for float16
         unit = power_of_two(total_of(m1, F))
-    dm = begin_outer(V, F)
+    dm = zeros4(V, F)
     dm1 = begin_sum(32, BN, F, True)
     i = tl.arange(0, BN)
     zero = tl.full([], 0, tl.int64)
@@ -71,4 +69,4 @@ def sum_divided(
         dm1 = add_sum(dm1, (f[0] * d[:, None], f[1] * d[:, None]), F)
         over = (f[0] * inverse[:, None] * unit, f[1] * inverse[:, None] * unit)
         dm = add_outer(dm, tg, (over[0].to(dtype), over[1].to(dtype)), V, F, PREC)
-    return scale4(end_outer(dm, V), 1.0 / unit), end_sum(dm1, F, True)
+    return scale4(dm, 1.0 / unit), end_sum(dm1, F, True)
