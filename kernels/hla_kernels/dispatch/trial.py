@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from ..blockmix.call import BlockCall
 from ..delta_rule.call import DeltaCall
+from ..hla import fused
 from ..sequences import Sequences
 from ..softmax.adaptive.call import AdaptiveCall
-from .operator import are_fixed
+from .operator import are_fixed, needs_backward
 from .verify import Run
 
 TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "fixed", "decay_heads", "streams")
@@ -46,19 +48,30 @@ def trial_of(call: Any) -> tuple | None:
         options = (("grid", (24, 24)), *edge, ("select", call.select), ("density", 0.3), ("k_tile", call.field.k_tile))
         more = (("far", call.far), ("q_scale", widths[2] ** -0.5), ("key_padding_mask", call.mask is not None))
         return ("adaptive_multipole", q.dtype, widths, (*options, *more))
-    if not hasattr(call, "coefficients"):
+    if not hasattr(call, "coefficients") or not call.q.shape[0]:  # nothing is launched
         return None
     return _causal(call, widths) if call.options.causal else _two_sided(call, widths)
 
 
 def _two_sided(call: Any, widths: tuple[int, ...]) -> tuple:
     o, seqs = call.options, call.sequences
-    options = (
+    options: tuple = (
         ("feature_map", o.feature_map), ("normalize", o.normalize), ("center", o.center), ("mean_path", o.mean_path),
         ("ridge", 0.1 if o.ridge else 0.0), ("key_padding_mask", seqs.mask is not None),
         ("cu_seqlens", seqs.cu_seqlens is not None), ("fixed", are_fixed(call.coefficients)),
     )  # fmt: skip
+    if not torch.compiler.is_compiling():  # sizes may be symbolic then, and every variant is tried
+        spec, features = _spec(call.op, options, widths[2])
+        variant = fused.variant_of(*fused.sizes_of(call.q, call.v, spec, seqs, features))
+        saves = needs_backward(call.q, call.k, call.v, call.coefficients)
+        options += (("variant", variant), ("backward", saves))
     return (call.op, call.q.dtype, widths, options)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(op: str, pairs: tuple, d: int) -> tuple[fused.Spec, int]:
+    """Return the spec of options, and the number of features of the Triton form."""
+    return fused.Spec(op, **{name: x for name, x in pairs if name in fused.Spec._fields}).of_softmax(d)
 
 
 def _causal(call: Any, widths: tuple[int, ...]) -> tuple:
@@ -91,16 +104,19 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
         return [(2, outer + int(torch.tensor(options["grid"]).prod()))]
     if options.get("causal"):
         return [(2, 2 * N if options["frame"] else N), (1, 8 * N)]  # one segment, and several
-    from ..hla import fused
-
-    spec, d = fused.Spec(op, **{name: x for name, x in pairs if name in fused.Spec._fields}).of_softmax(d)
-    found: dict[str, tuple[int, int]] = {}
-    for batch, n in ((2, N), (-(-HEADS // h), N), (-(-HEADS // h), 3 * N)):
+    spec, d = _spec(op, pairs, d)
+    many = -(-HEADS // h)
+    tried = [(2, N), (many, N), (many, 3 * N), (1, 8 * N), (1, 42 * N)]
+    tried += [(-(-heads // h), 11 * N) for heads in (132, 192, 300)]  # which fill a GPU in part, once, in two parts
+    found: dict[tuple, tuple[int, int]] = {}
+    for batch, n in tried:
         q = torch.empty(batch, n, h, d, dtype=dtype, device="meta")
         v = torch.empty(batch, n, hk, dv, dtype=dtype, device="meta")
         seqs = Sequences(q if options["key_padding_mask"] or options["cu_seqlens"] else None, None, 0)
-        found.setdefault(fused.path_of(q, v, spec, seqs), (batch, n))
-    return list(found.values())
+        found.setdefault(fused.variant_of(*fused.sizes_of(q, v, spec, seqs)), (batch, n))
+    if (wanted := options.get("variant")) is None:
+        return list(found.values())
+    return [found[max(found, key=lambda x: sum(a == b for a, b in zip(x, wanted, strict=False)))]]
 
 
 def _delta_run(dtype: torch.dtype, sizes: tuple[int, ...], channels: bool, ab: tuple[torch.dtype, ...]) -> Run:
@@ -135,6 +151,8 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
 
     (h, hk, d, dv), random = widths, torch.Generator(DEVICE).manual_seed(0)
     of_tensors = {name: options.pop(name, None) for name in TENSORS}
+    backward = options.pop("backward", None)  # None: with and without one
+    options.pop("variant", None)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=random, device=DEVICE).to(dtype)
@@ -175,8 +193,13 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
                 with torch.no_grad():
                     one = [f(*token, impl=impl, state=state, return_state=True, **options)[0]]
             y = torch.cat([y, f(*(x[:, cut:] for x in leaves), impl=impl, state=state, **options)], 1)
-        else:
-            y = f(*leaves, impl=impl, **options)
+            return [y.detach(), *one, *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
+        if not backward:  # kernels that keep nothing
+            with torch.no_grad():
+                one = [f(*leaves, impl=impl, **options)]
+        if backward is False:
+            return one
+        y = f(*leaves, impl=impl, **options)
         return [y.detach(), *one, *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
 
     return run

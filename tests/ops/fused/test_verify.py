@@ -90,6 +90,18 @@ def test_what_is_right_is_checked_once(machine):
     assert chosen() == ("triton", []) and len(calls) == 3
 
 
+def test_a_call_with_a_backward_is_checked_with_it(machine, monkeypatch):
+    """Also after one of the same shape without: its kernels are others."""
+    calls = machine(right)
+    monkeypatch.setattr(op, "_two_sided", lambda known, *rest: known)
+    x = torch.randn(2, 5, 4, 32, dtype=torch.bfloat16, requires_grad=True)
+    with torch.no_grad():
+        hk.hla2(x, x, x, scale=0.0625)
+    for _ in range(2):
+        hk.hla2(x, x, x, scale=0.0625)
+    assert [dict(form[3])["backward"] for form in calls] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("run", "why"),
     (
@@ -164,13 +176,14 @@ def test_the_caller_does_not_change_a_check(machine):
 
 def calls_of_all_operators():
     """One call of each family, and of each kind of sequence."""
-    q, k = torch.randn(2, 12, 4, 16), torch.randn(2, 12, 2, 16)
+    q, k = torch.randn(2, 12, 4, 16, requires_grad=True), torch.randn(2, 12, 2, 16)
     mask, c = torch.ones(2, 12, dtype=torch.bool), torch.rand(4, 4)
     cu = torch.tensor([0, 12], dtype=torch.int32)
     yield op.prepare("hla3", q, k, k, ridge=0.2, center="k", key_padding_mask=mask)
     yield op.prepare("ahla", q[:1], k[:1], k[:1], **RATIO, cu_seqlens=cu, max_seqlen=12)
     yield op.prepare("polynomial", q, q, q, c.requires_grad_(), mean_path=True)
     yield op.prepare("polynomial", q, q, q, c.detach())
+    yield op.prepare("hla2", q.detach(), k, k)
     grid = {"grid": (3, 4), "blocks": (1, 2)}
     mixing, turn = torch.rand(4, 2, 2), (torch.rand(12, 8), torch.rand(12, 8))
     yield op.block_call.prepare(q, k, k, mixing, **grid, order="ahla", rotary=turn, token_mask=mask)
@@ -196,6 +209,7 @@ def test_trials_are_calls_of_the_operator(monkeypatch, checked):
         first, second, truth = run("torch"), run("torch"), run("reference")
         assert all(torch.equal(x, y) and x.abs().max() > 0 for x, y in zip(first, second, strict=True))
         assert all((x - y).norm() <= 1e-3 * y.norm() for x, y in zip(first, truth, strict=True))
+        assert (len(first) > 1) == (checked.q.requires_grad or not isinstance(checked, op.Call))
 
 
 @pytest.mark.parametrize("select", ("error", "mass", "mean", "near"))
@@ -250,7 +264,8 @@ def test_the_trial_of_a_stream_decodes_a_token(monkeypatch):
     whole, token, *_ = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), dict(options), 1, 60)("torch")
     assert token.shape == (1, 1, 2, 8)
     torch.testing.assert_close(token, whole[:, 10:11], rtol=2e-2, atol=1e-2)
-    assert len(trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), {**options, "streams": False}, 1, 60)("torch")) == 5
+    whole = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), {**options, "streams": False}, 1, 60)("torch")
+    assert len(whole) == 6 and torch.equal(*whole[:2])  # with and without gradients, of q, k, v and the decay
 
 
 def test_dynamic_shapes_have_constant_forms():

@@ -16,6 +16,8 @@ plan (static table; plan.paths: choice of the path), launch (`PATHS`: functions 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -81,16 +83,32 @@ def told(first: Tensor, spec: Spec, seqs: Sequences) -> Sequences:
     return seqs._replace(told=seqs.tables(heads, spec.scales))
 
 
-def sizes_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences) -> tuple[Spec, Widths, int, int, torch.dtype, bool]:
-    """Return what `plan.paths.path` depends on."""
+def sizes_of(
+    q: Tensor, v: Tensor, spec: Spec, seqs: Sequences, features: int = 0
+) -> tuple[Spec, Widths, int, int, torch.dtype, bool]:
+    """Return what `plan.paths.path` depends on; features: channels of phi(q), by default of q."""
     batch, n, heads = seqs.sizes(q)
     own = seqs.mask is None and seqs.cu_seqlens is None and q.shape[2] == v.shape[2]
-    return spec, Widths.of(q.shape[3], v.shape[3]), plan.planned(batch * heads), n, q.dtype, own
+    return spec, Widths.of(features or q.shape[3], v.shape[3]), plan.planned(batch * heads), n, q.dtype, own
 
 
 def path_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences, save: bool = True) -> str:
     """Return the path of a call, see `plan.paths.path`."""
     return paths.path(*sizes_of(q, v, spec, seqs), save)
+
+
+@functools.lru_cache(maxsize=1024)
+def variant_of(spec: Spec, w: Widths, heads: int, n: int, dtype: torch.dtype, own: bool) -> tuple:
+    """Return what compiled kernels depend on in addition to the form of a call, from its `sizes_of`: its paths with and
+    without a backward, whether queries are cut into several parts, and of split paths, whether keys are, whether heads
+    alone fill the GPU, and the precision of D x D products."""
+    path = paths.path(spec, w, heads, n, dtype, own)
+    parts = plan.query_parts(heads, n, 64)[0] > 1 and spec.alone(dtype)
+    found = (path, paths.path(spec, w, heads, n, dtype, own, False), parts)
+    if path not in ("split", "first_split"):
+        return found
+    full, mid = heads >= paths.PROGRAMS // 2, plan.precisions(spec, w, dtype, n, heads)["MID"]
+    return (*found, plan.reduce_parts(heads, n, 64)[0] > 1, full and mid == "tf32", mid)
 
 
 def forward(

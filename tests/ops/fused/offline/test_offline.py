@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec
 from hla_kernels.hla.fused.spec import ORDERS
+from hla_kernels.op import prepare
 from hla_kernels.sequences import WHOLE
 from tests.ops.fused.children import SHARED_LIMIT, run
 
@@ -112,6 +113,30 @@ def test_another_number_of_tokens_compiles_nothing(op, options, d, heads, kind):
 
     found = [{key(*call) for call in record(op, options, 1, heads, n, d, kind)} for n in (197, 240, 222, 193)]
     assert found[0] and all(keys == found[0] for keys in found)
+
+
+@pytest.mark.parametrize("op", ORDERS)
+def test_the_first_use_check_runs_what_a_call_launches(op):
+    """Of every variant: few and many heads, heads cut into parts, precise products of long ratios, no backward."""
+    from hla_kernels.dispatch import trial
+    from tests.ops.fused.offline.gate import record
+    from tests.ops.fused.offline.judge import key
+
+    shapes = (*SHAPES, (1, 6, 197, 64), (2, 6, 700, 64), (16, 16, 4096, 64), (64, 6, 4097, 64), (1, 40, 75600, 128))
+    for options in (PLAIN, RATIO, ANCHORED):
+        for b, h, n, d in shapes:
+            if (op, options, d) == ("polynomial", RATIO, 128):
+                continue
+            q = torch.empty(b, n, h, d, dtype=torch.bfloat16, device="meta").requires_grad_()
+            more = [torch.empty(h, 4, device="meta")] if op == "polynomial" else []
+            call = prepare(op, q, q, q, *more, **json.loads(options))
+            for kind in ("", "inference"):
+                with torch.set_grad_enabled(not kind):
+                    form = trial.trial_of(call)
+                ((batch, tokens),) = trial.sizes(form)
+                tried = {key(*x) for x in record(op, options, batch, h, tokens, d, kind)}
+                assert {key(*x) for x in record(op, options, b, h, n, d, kind)} <= tried
+                assert (batch, tokens) in trial.sizes((*form[:3], form[3][:-2]))  # while compiling, all variants
 
 
 @pytest.mark.parametrize(("n", "d"), ((197, 64), (1025, 64), (256, 72), (32760, 128), (333, 40)))
