@@ -33,12 +33,11 @@ WIDEST = 128
 def why_not(q: Tensor, v: Tensor, options: Options, return_state: bool | str = False) -> str | None:
     """Return the reason why there is no Triton form of a causal call, or None."""
     form = "the Triton form of causal calls"
-    if q.dtype == torch.float64:
-        return f"{form} is not for float64"
-    widest = WIDEST if q.dtype != torch.float32 else WIDEST // 2
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{form} is for bfloat16 and float16, not {q.dtype}"
     d, dv = feature_width(q.shape[3], options.feature_map), v.shape[3]
-    if d % 8 or dv % 8 or max(d, dv) > widest:
-        return f"{form} needs features and values of a multiple of 8 channels, at most {widest}, got {d} and {dv}"
+    if d % 8 or dv % 8 or max(d, dv) > WIDEST:
+        return f"{form} needs features and values of a multiple of 8 channels, at most {WIDEST}, got {d} and {dv}"
     given = (("center", options.center is not None), ("mean_path", options.mean_path), ("ridge", options.ridge != 0))
     if return_state == "mergeable":
         return f"{form} has no summaries for merging"

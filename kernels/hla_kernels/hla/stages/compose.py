@@ -100,18 +100,18 @@ def backward(
     within = {**back, "inner": True}
     last, more = a.last(), a.last()
     if op == "linear_attention":
-        dq = p.run((do, v, k), partner=q, pairs=True, first=a.turned("P"))
-        dk = p.run((v, do, q), **back, partner=k, dtype=wide, first=a.grads_turned("P"), last=last)
+        dq = p.run((do, v, k), partner=q.x, pairs=True, first=a.turned("P"))
+        dk = p.run((v, do, q), **back, partner=k.x, dtype=wide, first=a.grads_turned("P"), last=last)
         a.keep(last, "P")
         return dq.x, dk.x, p.run((k, q, do), **back, dtype=wide, first=a.grad("P")).x
     if op == "hla2":
         assert u is not None
-        du = p.run((v, do, q), **within, partner=u, first=a.grads_turned("F"), last=last)
+        du = p.run((v, do, q), **within, partner=u.x, first=a.grads_turned("F"), last=last)
         dv = p.run((u, q, do), **back, dtype=wide, first=a.grad("F"))
-        dq = p.run((do, v, u), (du, k, k), partner=q, pairs=True, first=a.turned("F", "S"))
+        dq = p.run((do, v, u), (du, k, k), partner=q.x, pairs=True, first=a.turned("F", "S"))
         ends = None if a.after is None else [*(a.grads_turned("S") or ()), a.after["S"]]
         dk = p.run(
-            (k, du, q), (k, q, du), **back, partner=k, counted=1, dtype=wide, first=ends, last=more
+            (k, du, q), (k, q, du), **back, partner=k.x, counted=1, dtype=wide, first=ends, last=more
         )
         a.keep(last, "F")
         a.keep(more, "S")
@@ -119,20 +119,20 @@ def backward(
     assert r is not None
     if op == "ahla":
         dr = p.run((k, q, do), **within, extra=ratio, first=a.grad("E", ratio))
-        dq = p.run((do, r, k), (dr, v, k), partner=q, pairs=True, first=a.turned("E", "P"))
+        dq = p.run((do, r, k), (dr, v, k), partner=q.x, pairs=True, first=a.turned("E", "P"))
         ends = a.grads_turned("E", "P")
-        dk = p.run((r, do, q), (v, dr, q), **back, partner=k, dtype=wide, first=ends, last=last)
+        dk = p.run((r, do, q), (v, dr, q), **back, partner=k.x, dtype=wide, first=ends, last=last)
         a.keep(last, "E", "P")
         return dq.x, dk.x, p.run((k, q, dr), **back, dtype=wide, first=a.grad("P")).x
     assert u is not None
-    du = p.run((r, do, q), **within, partner=u, first=a.grads_turned("F"), last=last)
+    du = p.run((r, do, q), **within, partner=u.x, first=a.grads_turned("F"), last=last)
     dr = p.run((u, q, do), **within, extra=ratio, first=a.grad("F", ratio))
     dq = p.run(
-        (do, r, u), (du, k, k), (dr, v, k), partner=q, pairs=True, first=a.turned("F", "S", "P")
+        (do, r, u), (du, k, k), (dr, v, k), partner=q.x, pairs=True, first=a.turned("F", "S", "P")
     )
     ends = None if a.after is None else [*(a.grads_turned("P", "S") or ()), a.after["S"]]
     dk = p.run(
-        (v, dr, q), (k, du, q), (k, q, du), **back, partner=k, counted=2, dtype=wide, first=ends, last=more
+        (v, dr, q), (k, du, q), (k, q, du), **back, partner=k.x, counted=2, dtype=wide, first=ends, last=more
     )
     a.keep(last, "F")
     a.keep(more, "P", "S")

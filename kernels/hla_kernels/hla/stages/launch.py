@@ -58,20 +58,17 @@ class Sums:
 
 class Pass:
     """Launches on the tokens of one call with H query heads; log2: log2 of the decay per query head, float32 [H], or
-    None; within: the same between tokens of a segment; frame: tokens per frame, 0 for causal tokens; split: whether
-    tokens come with their rounding errors; exact: round neither states nor tokens times decays in them; sums: for the
-    gradient of the decay, or None."""
+    None; within: the same between tokens of a segment; exact: round neither states nor tokens times decays in them;
+    frame: tokens per frame, 0 for causal tokens; sums: for the gradient of the decay, or None."""
 
-    def __init__(
-        self, heads: int, log2: Tensor | None, within: Tensor | None, scale: float, frame: int, split: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, heads: int, log2: Tensor | None, within: Tensor | None, scale: float, frame: int) -> None:
         self.heads, self.log2, self.within, self.scale, self.frame = heads, log2, within, scale, frame
-        self.split, self.exact = split, split or log2 is not None
+        self.exact = log2 is not None
         self.sums: Sums | None = None
 
     def run(
         self, *terms: Term, reverse: bool = False, extra: bool = False, eps: float | None = None,
-        dtype: torch.dtype | None = None, partner: Tokens | None = None, counted: int = 3, pairs: bool = False,
+        dtype: torch.dtype | None = None, partner: Tensor | None = None, counted: int = 3, pairs: bool = False,
         first: Sequence[Tensor] | None = None, last: list[Tensor] | None = None, inner: bool = False,
     ) -> Tokens:  # fmt: skip
         """Return the sum of the terms, [B, N, H, Dz] with Dz channels of z, in `dtype` or else the dtype of z.
@@ -97,7 +94,7 @@ class Pass:
 
     def _outputs(
         self, terms: Sequence[Term], before: Tokens | None, reverse: bool, extra: bool, eps: float | None,
-        dtype: torch.dtype, partner: Tokens | None, pairs: bool, first: Sequence[Tensor] | None,
+        dtype: torch.dtype, partner: Tensor | None, pairs: bool, first: Sequence[Tensor] | None,
         last: list[Tensor] | None, inner: bool,
     ) -> Tokens:  # fmt: skip
         """Return the sum of terms of one launch, added to `before`."""
@@ -105,45 +102,41 @@ class Pass:
         b, n, _, width = z.shape
         tokens: list[Tokens] = []
         index = [tuple(_place(tokens, t[i]) for t in terms) for i in range(3)]
-        p_index = None if partner is None else _place(tokens, partner)
         at = tuple(x for t in tokens for x in self._at(t.x))
         out = torch.empty((b, n, self.heads, width), dtype=dtype, device=z.device)
         out_extra = torch.empty((b, n, self.heads), dtype=torch.float32, device=z.device) if extra else None
-        rest = torch.empty_like(out) if inner and self.split else None
-        if eps is not None:
-            rest = torch.empty_like(out, dtype=REST)
-        exact = in_tf32(z.dtype) and self.exact and not self.split
-        p = plan(b * self.heads, n, width, self.frame, exact, self.split)
+        rest = None if eps is None else torch.empty_like(out, dtype=REST)
+        exact = in_tf32(z.dtype) and self.exact
+        p = plan(b * self.heads, n, width, self.frame, exact)
         scored = tuple(x.extra is not None and y.extra is not None for x, y, _ in terms)
         valued = tuple(extra and z.extra is not None for _, _, z in terms)
-        rests = tuple(t.rest for t in tokens) if self.split else None
-        given = tuple(t.x for t in tokens), rests, tuple(t.extra for t in tokens)
+        given = tuple(t.x for t in tokens), tuple(t.extra for t in tokens)
         sizes = (n, self.heads, p.segments, p.tokens)
         widths = tuple(x.x.shape[3] for x, _, _ in terms)
         shapes = [(w + s, width + e) for w, s, e in zip(widths, scored, valued, strict=True)]
-        held, after = None if first is None else tuple(first), None
-        if last is not None:
-            after = tuple(torch.empty((b, self.heads, *x), dtype=torch.float32, device=z.device) for x in shapes)
-            last += after
-        carried = p.segments > 1 or self.frame > 0 or (self.split and last is not None)
-        if carried:
+        held = None if first is None else tuple(first)
+        if p.segments > 1 or self.frame:
             held = tuple(
                 self._entering(
                     given, at, sizes, index[1][m], index[2][m], t, shapes[m], None if first is None else first[m],
-                    None if after is None else after[m], reverse,
+                    reverse,
                 )
                 for m, t in enumerate(terms)
             )  # fmt: skip
+        after = None
+        if last is not None:
+            after = tuple(torch.empty((b, self.heads, *x), dtype=torch.float32, device=z.device) for x in shapes)
+            last += after
         found = None
         if partner is not None:
             found = torch.empty((b, self.heads, p.segments, p.blocks, 3), dtype=torch.float32, device=z.device)
         tf32 = in_tf32(z.dtype)
-        many = exact or (partner is not None and not self.split and (pairs or reverse))
+        many = exact or (partner is not None and (pairs or reverse))
         launch(
             outputs, (b * self.heads * p.segments, p.blocks),
-            *given, held, None if carried else after, self.within, None if before is None else before.x, out,
-            out_extra, rest, found, at, sizes, self.scale, eps or 0.0, X=index[0], Y=index[1], Z=index[2],
-            PARTNER=p_index, WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width,
+            *given, held, after, self.within, None if before is None else before.x, out, out_extra, rest, partner,
+            found, at, None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0],
+            Y=index[1], Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width,
             XP=tuple(map(padded, widths)), BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued),
             DIVIDED=eps is not None, REVERSE=reverse, FRAME=self.frame > 0,
             INTRA=pairs and partner is not None and not self.frame, INNER=inner, EXACT=self.exact, TF32=tf32,
@@ -159,26 +152,23 @@ class Pass:
 
     def _entering(
         self, given: tuple, at: tuple[int, ...], sizes: tuple[int, ...], y: int, z: int, term: Term,
-        shape: tuple[int, int], first: Tensor | None, last: Tensor | None, reverse: bool,
+        shape: tuple[int, int], first: Tensor | None, reverse: bool,
     ) -> Tensor:  # fmt: skip
-        """Return the states of `shape` that enter the segments, [B H, segments, SIZE]; last: receives the one after
-        them, or None."""
+        """Return the states of `shape` that enter the segments, [B H, segments, SIZE]."""
         segments, frame = sizes[2], self.frame > 0
-        own = segments if frame or last is not None else segments - 1
         wy, wz = term[1].x.shape[3], term[2].x.shape[3]
-        rows = 64 if self.split else padded(wy)  # as the blocks of `plan`
         size, scored, valued = shape[0] * shape[1], shape[0] > wy, shape[1] > wz
         bh, block = term[0].x.shape[0] * self.heads, min(64, padded(wz))
         found = torch.empty((bh, segments, size), dtype=torch.float32, device=term[0].x.device)
         launch(
-            states, (bh * own, -(-wz // block)),
-            *given, self.within, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=rows, BZ=block, C=CHUNK, SIZE=size,
-            SCORED=scored, VALUED=valued, REVERSE=reverse, ALL=own == segments, EXACT=self.exact,
+            states, (bh * (segments if frame else segments - 1), -(-wz // block)),
+            *given, self.within, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=padded(wy), BZ=block, C=CHUNK, SIZE=size,
+            SCORED=scored, VALUED=valued, REVERSE=reverse, FRAME=frame, EXACT=self.exact and not frame,
             TF32=in_tf32(term[0].x.dtype), **warps(max(wy, wz), False, 2),
         )  # fmt: skip
         launch(
             carry, (bh, triton.cdiv(size, 1024)),
-            self.log2, found, first, last, sizes, SIZE=size, REVERSE=reverse, FRAME=frame, BS=1024, num_warps=4,
+            self.log2, found, first, sizes, SIZE=size, REVERSE=reverse, FRAME=frame, BS=1024, num_warps=4,
         )  # fmt: skip
         return found
 

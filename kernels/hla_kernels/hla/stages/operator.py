@@ -14,7 +14,7 @@ from torch import Tensor
 from ...dispatch.operator import custom_op, loadable
 from ...features import feature, feature_grad, feature_width
 from ..streaming.contents import STAGES
-from .plan import REST, in_tf32, is_split, walks
+from .plan import REST, in_tf32, walks
 
 if TYPE_CHECKING:
     from .launch import Pass, Tokens
@@ -28,18 +28,16 @@ def work_dtype(x: Tensor, op: str, normalize: bool, save: bool) -> torch.dtype:
     return torch.float32 if exact else x.dtype
 
 
-def _tokens(x: Tensor, name: str | None, dtype: torch.dtype, split: bool, extra: Tensor | None = None) -> Tokens:
+def _features(x: Tensor, name: str | None, dtype: torch.dtype) -> Tensor:
     """Return phi(x) in `dtype`, rounded to the precision of products, which would truncate."""
+    if name in (None, "identity"):
+        return loadable(x.to(dtype))
     from . import rows
-    from .launch import Tokens
 
-    name = name or "identity"
-    if name == "identity" and not split:
-        return Tokens(loadable(x.to(dtype)), extra)
-    if name not in (*rows.MAPS, "identity"):
-        x, name = feature(x.float(), name), "identity"
-    y, rest = rows.features(x, name, dtype, in_tf32(dtype), split)
-    return Tokens(y, extra, rest)
+    if name in rows.MAPS:
+        return rows.features(x, name, dtype, in_tf32(dtype))
+    y = feature(x.float(), name)
+    return ((y.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) if in_tf32(dtype) else y.to(dtype)
 
 
 def _feature_grad(x: Tensor, grad: Tensor, name: str) -> Tensor:
@@ -47,7 +45,7 @@ def _feature_grad(x: Tensor, grad: Tensor, name: str) -> Tensor:
     from . import rows
 
     if name in rows.MAPS:
-        return rows.features(x, name, x.dtype, False, grad=grad)[0]
+        return rows.features(x, name, x.dtype, False, grad)
     return feature_grad(x.float(), feature(x.float(), name), grad.float(), name)
 
 
@@ -77,7 +75,7 @@ def _pass(
     frame: int, work: torch.dtype,
 ) -> tuple[Pass, tuple[Tokens, Tokens, Tokens]]:  # fmt: skip
     """Return the launches of a call, and its q, k, v after the feature map, in the dtype `work`."""
-    from .launch import Pass
+    from .launch import Pass, Tokens
 
     h, hk = q.shape[2], k.shape[2]
     log2 = log2_decay(gamma, h, hk)
@@ -86,9 +84,9 @@ def _pass(
         # without a decay, tiles that are operands are also read by threads, and Triton's pipeline could overwrite them
         within = q.new_zeros(h, dtype=torch.float32)
     ones = v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None
-    split = is_split(q.dtype)
-    tokens = _tokens(q, name, work, split), _tokens(k, name, work, split), _tokens(v, None, work, split, ones)
-    return Pass(h, log2, within, 1.0 if scale is None else scale, frame, split), tokens
+    q, k, v = _features(q, name, work), _features(k, name, work), loadable(v.to(work))
+    launches = Pass(h, log2, within, 1.0 if scale is None else scale, frame)
+    return launches, (Tokens(q), Tokens(k), Tokens(v, ones))
 
 
 def _by_stage(op: str, state: Tensor, d: int, e: int) -> dict[str, Tensor]:
@@ -133,7 +131,7 @@ def causal_stages(
         from .walk import walked
 
         with torch.cuda.device_of(q):
-            phi_q, phi_k = (_tokens(x, feature_map, work, False).x for x in (q, k))
+            phi_q, phi_k = _features(q, feature_map, work), _features(k, feature_map, work)
             log2, s = log2_decay(gamma, q.shape[2], k.shape[2]), 1.0 if scale is None else scale
             y, state = walked(op, phi_q, phi_k, loadable(v.to(work)), log2, first, s, keep)
         return y, none if state is None else state, *saved
@@ -148,8 +146,7 @@ def causal_stages(
         last = _flat(op, after) if keep else none
     if not save:
         return o.x, last, *saved
-    u_x, r_x = (None if x is None else x.x if x.rest is None else x.x + x.rest for x in (u, r))
-    kept = (u_x, r_x, None if r is None else r.extra, o.extra, o.rest)
+    kept = (None if u is None else u.x, None if r is None else r.x, None if r is None else r.extra, o.extra, o.rest)
     found = [new if new is not None else none for new, none in zip(kept, saved, strict=True)]
     return o.x, last, found[0], found[1], found[2], found[3], found[4]
 
@@ -184,12 +181,11 @@ def causal_stages_backward(
         dtype, group = work_dtype(q, op, normalize, True), q.shape[2] // k.shape[2]
         p, tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, dtype)
         p.sums = Sums() if gamma_grad else None
+        extra = None
         if o is not None and divisor is not None and rest is not None:
-            do = Tokens(*rows.of_ratio(grad, o, rest, divisor, dtype, in_tf32(dtype), p.split))
-        else:
-            do = _tokens(grad, None, dtype, p.split)
-        inner_u = None if u is None else _tokens(u, None, dtype, p.split)
-        inner_r = None if r is None else _tokens(r, None, dtype, p.split, r_extra)
+            grad, extra = rows.of_ratio(grad, o, rest, divisor, dtype, in_tf32(dtype))
+        do = Tokens(loadable(grad.to(dtype)), extra)
+        inner = None if u is None else Tokens(u), None if r is None else Tokens(r, r_extra)
         wide = torch.float32 if group > 1 else dtype
         before, after, factor = None, None, torch.ones(1, 1, device=q.device)
         if streams:
@@ -201,9 +197,9 @@ def causal_stages_backward(
             after = _by_stage(op, zeros if last_grad is None else last_grad / factor, d, e)
         adjoint = compose.Adjoint(before, after, normalize)
         if op == "paper":
-            found = list(paper.backward(p, *tokens, inner_u, inner_r, do, adjoint))
+            found = list(paper.backward(p, *tokens, *inner, do, adjoint))
         else:
-            found = list(compose.backward(op, p, *tokens, inner_u, inner_r, do, wide, adjoint))
+            found = list(compose.backward(op, p, *tokens, *inner, do, wide, adjoint))
         d_first = _flat(op, adjoint.grads) * factor if streams else none
         if p.sums is not None and first is not None:
             p.sums.add_states(first, d_first, -1)

@@ -19,16 +19,10 @@ from .compose import Adjoint, States
 from .launch import Pass, Tokens
 
 
-def _moved(x: Tensor, step: int) -> Tensor:
+def moved(x: Tensor, step: int) -> Tensor:
     """Return the tokens one place later (step 1) or earlier (-1), with zeros where there are none."""
     zeros = torch.zeros_like(x[:, :1])
     return torch.cat([zeros, x[:, :-1]] if step > 0 else [x[:, 1:], zeros], 1)
-
-
-def _later(q: Tokens, v: Tokens) -> tuple[Tokens, Tokens]:
-    """Return q' and v'."""
-    found = [Tokens(_moved(t.x, 1), None, None if t.rest is None else _moved(t.rest, 1)) for t in (q, v)]
-    return found[0], Tokens(-found[1].x, None, None if found[1].rest is None else -found[1].rest)
 
 
 def _decay(p: Pass) -> Tensor:
@@ -51,7 +45,7 @@ def forward(
     before = _read_states(p, first)
     last: list[Tensor] | None = [] if keep else None
     u = p.run((q, k, k), first=before["u"], last=last, inner=True)
-    w = p.run((k, *_later(q, v)), first=before["w"], inner=True)
+    w = p.run((k, Tokens(moved(q.x, 1)), Tokens(-moved(v.x, 1))), first=before["w"], inner=True)
     o = p.run((q, k, w), (u, q, v), first=before["o"], last=last, dtype=dtype)
     if last is None:
         return o, u, w, {}
@@ -63,7 +57,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) in float32; gradients of states are left in `a`."""
     assert u is not None and w is not None
-    late_q, late_v = _later(q, v)
+    late_q, late_v = Tokens(moved(q.x, 1)), Tokens(-moved(v.x, 1))
     if a.first is not None and a.after is not None:
         c = a.first["C"]
         a.first |= {"G": a.first["G"] * -p.scale, "W": -c / _decay(p)}
@@ -73,16 +67,16 @@ def backward(
     back: dict[str, Any] = {"reverse": True, **wide}
 
     dw = p.run((k, q, do), reverse=True, inner=True, first=a.grad("G"))
-    du = p.run((do, v, q), inner=True, partner=u, pairs=True, first=a.turned("C"))
-    dq = p.run((do, w, k), (du, k, k), **wide, partner=q, pairs=True, first=a.turned("G", "S")).x
-    dq += p.run((v, do, u), **back, partner=q, first=a.grads_turned("C"), last=of_c).x
-    late = p.run((late_v, dw, k), **back, partner=late_q, first=a.grads_turned("W"), last=of_w).x
-    dq += _moved(late, -1)
+    du = p.run((do, v, q), inner=True, partner=u.x, pairs=True, first=a.turned("C"))
+    dq = p.run((do, w, k), (du, k, k), **wide, partner=q.x, pairs=True, first=a.turned("G", "S")).x
+    dq += p.run((v, do, u), **back, partner=q.x, first=a.grads_turned("C"), last=of_c).x
+    late = p.run((late_v, dw, k), **back, partner=late_q.x, first=a.grads_turned("W"), last=of_w).x
+    dq += moved(late, -1)
     ends = None if a.after is None else [*(a.grads_turned("G", "S") or ()), a.after["S"]]
-    dk = p.run((w, do, q), (k, du, q), (k, q, du), **back, partner=k, counted=2, first=ends, last=of_k).x
-    dk += p.run((dw, late_v, late_q), **wide, partner=k, pairs=True, first=a.turned("W")).x
+    dk = p.run((w, do, q), (k, du, q), (k, q, du), **back, partner=k.x, counted=2, first=ends, last=of_k).x
+    dk += p.run((dw, late_v, late_q), **wide, partner=k.x, pairs=True, first=a.turned("W")).x
     dv = p.run((q, u, do), **back, first=a.grad("C")).x
-    dv -= _moved(p.run((late_q, k, dw), **back, first=a.grad("W")).x, -1)
+    dv -= moved(p.run((late_q, k, dw), **back, first=a.grad("W")).x, -1)
     if of_c is not None and of_w is not None and a.first is not None:
         a.keep(of_c, "C")
         a.keep(of_w, "W")

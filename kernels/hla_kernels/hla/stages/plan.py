@@ -30,21 +30,13 @@ def in_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def is_split(dtype: torch.dtype) -> bool:
-    """Whether tokens of a dtype are split into numbers in TF32 and their rounding errors, with three products each:
-    products in float32 would spill registers."""
-    return dtype == torch.float32
-
-
-def plan(heads: int, n: int, width: int, frame: int, many: bool, split: bool) -> Plan:
+def plan(heads: int, n: int, width: int, frame: int, many: bool) -> Plan:
     """Return the plan of a launch of `heads` (of all samples), n tokens, and outputs of `width` channels. frame: tokens
-    per frame, each of which is a segment, or 0. many: blocks of 64 channels would have too few registers. split: see
-    `is_split`; a segment is one chunk, and blocks have 64 channels, as operands in fewer rows lie in registers."""
-    block = 64 if split else min(32 if many else 64, padded(width))
+    per frame, each of which is a segment, or 0. many: blocks of 64 channels would have too few registers."""
+    block = min(32 if many else 64, padded(width))
     blocks = -(-width // block)
-    if frame or split:
-        unit = frame or CHUNK
-        return Plan(unit, -(-n // unit), block, blocks)
+    if frame:
+        return Plan(frame, n // frame, block, blocks)
     chunks = -(-n // CHUNK)
     segments = -(-PROGRAMS // (heads * blocks))
     each = max(min(SEGMENT, chunks), -(-chunks // segments))
@@ -73,4 +65,4 @@ def walks(op: str, dtype: torch.dtype, heads: int, n: int, d: int, dv: int, deca
     state of keys needs too many registers beyond 64 channels; two short stages without a decay are faster."""
     wins = {"hla3": d <= 64, "hla2": d <= 64 and decay, "ahla": d > 64 or decay}.get(op, False)
     occupied = heads * -(-dv // WALK_BLOCK) >= WALKS
-    return wins and occupied and dtype == torch.bfloat16 and plan(heads, n, dv, 0, False, False).segments > 1
+    return wins and occupied and dtype == torch.bfloat16 and plan(heads, n, dv, 0, False).segments > 1

@@ -7,7 +7,7 @@ second operand: products with a first operand in registers are miscompiled.
 import triton
 import triton.language as tl
 
-FREE = ["at", "sizes", "scale", "eps"]
+FREE = ["at", "partner_at", "sizes", "scale", "eps"]
 
 
 @triton.jit
@@ -25,25 +25,6 @@ def tile(rows, row, inside, first, D: tl.constexpr, DP: tl.constexpr):
     d = first + tl.arange(0, DP)
     place = row.to(tl.int64)[:, None] * rows[1] + d[None, :]
     return tl.load(rows[0] + place, inside[:, None] & (d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def loaded(TOKENS, RESTS, at, i: tl.constexpr, b, h, row, inside, first, D: tl.constexpr, DP: tl.constexpr):
-    """Load a tile of tensor i, see `tile`, and the one of its rounding errors, or 0 if RESTS is None."""
-    x = tile(rows_of(TOKENS[i], at, i, b, h), row, inside, first, D, DP)
-    rest = 0.0
-    if RESTS is not None:
-        rest = tile(rows_of(RESTS[i], at, i, b, h), row, inside, first, D, DP)
-    return x, rest
-
-
-@triton.jit
-def whole(x, RESTS):
-    """Return a tile of `loaded` in float32, with its rounding errors."""
-    found = x[0].to(tl.float32)
-    if RESTS is not None:
-        found += x[1]
-    return found
 
 
 @triton.jit
@@ -67,16 +48,6 @@ def rounded(x, like, TF32: tl.constexpr):
 def product(a, b, acc, TF32: tl.constexpr):
     """Return acc + a b."""
     return tl.dot(a, b, acc, input_precision="tf32" if TF32 else "ieee")
-
-
-@triton.jit
-def scores(y, x, RESTS, TF32: tl.constexpr):
-    """Return y x' of two tiles of `loaded`."""
-    found = product(y[0], tl.trans(x[0]), tl.zeros([y[0].shape[0], x[0].shape[0]], tl.float32), TF32)
-    if RESTS is not None:
-        found = product(y[0], tl.trans(x[1]), found, TF32)
-        found = product(y[1], tl.trans(x[0]), found, TF32)
-    return found
 
 
 @triton.jit
