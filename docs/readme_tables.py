@@ -40,6 +40,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "video-frames-h200": ("Frame-causal video transformers", tables.diffusion),
     "fidelity-h100": ("Adaptive multipole: closeness to softmax", tables.fidelity),
     "fidelity-h200": ("Adaptive multipole: closeness to softmax at 256 tokens", tables.fidelity),
+    "adaptive-float32-h200": ("Adaptive multipole in float32", tables.plain),
     "two-levels": ("Adaptive multipole: one and two levels of far tiles", tables.plain),
     "adaptive-conversions-h100": ("Adaptive multipole: fine-tuned", tables.experiments),
     "kernels-h200": ("Operators", report.kernels),

@@ -25,7 +25,7 @@ CASES = causal.cases(causal.CausalSettings())
 @pytest.mark.parametrize("group", ("softmax", *causal.GROUPS))
 def test_every_case_runs_and_its_error_is_small(group):
     todo = [case for case in CASES if case.group == group]
-    assert len(todo) >= 3
+    assert len(todo) >= 2
     for case in map(small, todo):
         for which, call in causal.make(case, 0, "cpu").items():
             out = call()

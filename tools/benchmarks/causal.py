@@ -7,7 +7,7 @@ idle GPU, on several input sets in rotation, so that inputs are never in cache.
 import importlib
 import math
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,10 +40,14 @@ FRAME = 1560  # tokens of a frame of VIDEO
 BLOCKS: dict[str, Any] = {"grid": (18, 30, 52), "blocks": (1, 3, 4)}  # of mhla in VIDEO
 DECODED: list[Sizes] = [(64, 16, 1, 128), (256, 16, 1, 64)]
 RATIO = {"feature_map": "relu", "normalize": True}
-GROUPS = ("plain", "decay", "ratio", "float16", "frame", "decode", "delta")
+GROUPS = ("plain", "decay", "ratio", "float16", "frame", "frame_decay", "paper", "decode", "delta")
 IMPLS = ("triton", "torch", "sdpa_cudnn")
-BOTH_FORMS = ("ratio", "delta")  # groups timed in torch too
+BOTH_FORMS = ("ratio", "frame_decay", "paper", "delta")  # groups timed in torch too
 PASSES = ("forward", "forward_backward")
+DECAYED: dict[str, tuple[Sequence[str], dict[str, Any]]] = {  # group with learned decays -> operators and options
+    "frame_decay": (OPS, {"causal": "frame", "frame": 256}),
+    "paper": (("hla2",), {"causal": True, "decay_rule": "paper", "scale": 0.05}),
+}
 # minimum speed-up over softmax, forward and backward, of plain calls; other calls may take SLOWER times as long
 SPEED_UP = {
     "tokens4k": {"linear_attention": 5.0, "ahla": 3.0, "hla2": 3.0, "hla3": 2.2},
@@ -60,10 +64,11 @@ FLA = {"gla": "gla", "delta_net": "delta_rule", "gated_delta_net": "gated_delta_
 class CausalSettings:
     """Selection of the table of causal operators; rows are merged into the file.
 
-    groups: plain, decay (learned, per head), ratio (relu), float16, frame (28,080 tokens in frames of 1,560), decode
-      (one token with a state), delta (ranks 0, 1, 2)
+    groups: plain, decay (learned, per head), ratio (relu), float16, frame (28,080 tokens in frames of 1,560),
+      frame_decay (4,096 tokens in frames of 256, learned decay), paper (hla2 with decay_rule="paper", learned decay),
+      decode (one token with a state), delta (ranks 0, 1, 2)
     shapes: of plain, decay, ratio, float16: tokens4k, tokens32k
-    impls: triton, torch (ratio and delta), sdpa_cudnn; fla (delta, needs the package fla-core)
+    impls: triton, torch (ratio, frame_decay, paper, delta), sdpa_cudnn; fla (delta, needs the package fla-core)
     workers: number of processes that compile and check in parallel
     json: result file to add to
     """
@@ -130,6 +135,9 @@ def _cases(group: str, impl: str, shapes: list[Sizes]) -> list[Case]:
         calls += [(op, frames) for op in OPS] + [(op, frames | RATIO) for op in ("linear_attention", "hla2")]
         calls += [("mhla", {"causal": "frame", **BLOCKS})]
         return [Case(group, op, impl, VIDEO, options) for op, options in calls]
+    if group in DECAYED:
+        ops, options = DECAYED[group]
+        return [Case(group, op, impl, SHAPES["tokens4k"], options) for op in ops]
     dtype = torch.float16 if group == "float16" else torch.bfloat16
     out = []
     for sizes in shapes:
@@ -164,7 +172,7 @@ def inputs(case: Case, seed: int, device: str = "cuda") -> Inputs:
         name: torch.randn(b, n, h, d, generator=g, device=device, dtype=torch.float32).to(case.dtype)
         for name in ("q", "k", "v", "grad")
     }
-    if case.group == "decay":
+    if case.group == "decay" or case.group in DECAYED:
         x["gamma"] = torch.linspace(0.99, 0.9999, h, device=device)
     if case.op == "mhla":
         m = math.prod(case.options["blocks"])
@@ -317,6 +325,6 @@ def _relative(row: dict[str, Any], found: dict[tuple, float]) -> tuple[str, floa
         return name, row["us"] / found.get(place, math.nan), most
     softmax = found.get((sizes, "softmax_attention", "sdpa_cudnn", which, "softmax", True, False), math.nan)
     least = next((SPEED_UP[name].get(row["op"]) for name, one in SHAPES.items() if one == sizes), None)
-    if which == "forward" or least is None or row["impl"] != "triton":
+    if which == "forward" or least is None or row["impl"] != "triton" or group in DECAYED:
         return "softmax", softmax / row["us"], ""
     return "softmax", softmax / row["us"], f"at least {least if group == 'plain' else least / SLOWER:.3g}"
