@@ -104,11 +104,25 @@ class Explanation(NamedTuple):
     density: float | None = None
 
 
+def without_form(call: AnyCall) -> str | None:
+    """Return the reason of a call whose operator has no Triton form on any GPU, or None."""
+    if isinstance(call, PlainMultipoleCall):
+        return why_not_multipole(call)
+    if isinstance(call, taylor_call.TaylorCall):
+        return "taylor2 has no Triton form"
+    if isinstance(call, Call) and call.op == "softmax_attention":
+        return "softmax_attention uses torch's own kernels and has no Triton form"
+    return None
+
+
 def why_not_triton(call: AnyCall) -> str | None:
     """Return the reason why no Triton form supports this call, or None."""
     device = call.q.device.type
     if device != "cuda":
         return f"the Triton forms run on CUDA devices, not on {device}"
+    reason = without_form(call)
+    if reason is not None or isinstance(call, taylor_call.TaylorCall):
+        return reason
     if torch.version.hip:
         return AMD
     if to_onnx():
@@ -119,10 +133,6 @@ def why_not_triton(call: AnyCall) -> str | None:
         return why_not_multipole(call)
     if isinstance(call, delta_call.DeltaCall):
         return delta_fused.why_not(call)
-    if isinstance(call, taylor_call.TaylorCall):
-        return "taylor2 has no Triton form"
-    if isinstance(call, Call) and call.op == "softmax_attention":
-        return "softmax_attention uses torch's own kernels and has no Triton form"
     if isinstance(call, Call) and call.options.causal:
         return stages.why_not(call.q, call.v, call.options, call.return_state)
     if call.state is not None or call.return_state:
@@ -147,9 +157,8 @@ def unverified(call: AnyCall) -> Fault | None:
 
 def loses_kernels(call: AnyCall) -> bool:
     """Whether a call in 16 bits on a GPU is of an operator with a Triton form, so that torch is a surprise."""
-    if isinstance(call, taylor_call.TaylorCall | PlainMultipoleCall) or getattr(call, "op", "") == "softmax_attention":
-        return False
-    return call.q.device.type == "cuda" and call.q.dtype in (torch.bfloat16, torch.float16)
+    in_16_bits = call.q.device.type == "cuda" and call.q.dtype in (torch.bfloat16, torch.float16)
+    return in_16_bits and without_form(call) is None
 
 
 def choose(call: AnyCall, impl: str) -> str:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..blockmix.call import BlockCall
 from ..delta_rule.call import DeltaCall
+from ..features import feature_width
 from ..hla import fused
+from ..hla.stages.plan import WALK_BLOCK, WALKS, walks
 from ..sequences import Sequences
 from ..softmax.adaptive.call import AdaptiveCall
 from .operator import are_fixed, needs_backward
@@ -60,7 +62,8 @@ def _two_sided(call: Any, widths: tuple[int, ...]) -> tuple:
         ("ridge", 0.1 if o.ridge else 0.0), ("key_padding_mask", seqs.mask is not None),
         ("cu_seqlens", seqs.cu_seqlens is not None), ("fixed", are_fixed(call.coefficients)),
     )  # fmt: skip
-    if not torch.compiler.is_compiling():  # sizes may be symbolic then, and every variant is tried
+    # sizes may be symbolic while tracing: then every variant is tried
+    if not torch.compiler.is_compiling() and all(type(x) is int for x in (*call.q.shape, *call.v.shape)):
         spec, features = _spec(call.op, options, widths[2])
         variant = fused.variant_of(*fused.sizes_of(call.q, call.v, spec, seqs, features))
         saves = needs_backward(call.q, call.k, call.v, call.coefficients)
@@ -103,10 +106,11 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
         outer = options["prefix"] + options.get("suffix", 0)
         return [(2, outer + int(torch.tensor(options["grid"]).prod()))]
     if options.get("causal"):
-        return [(2, 2 * N if options["frame"] else N), (1, 8 * N)]  # one segment, and several
+        few = [(2, 2 * N if options["frame"] else N), (1, 8 * N)]  # one segment, and several
+        return [*few, *_walk(op, dtype, (h, feature_width(d, options["feature_map"]), dv), options)]
     spec, d = _spec(op, pairs, d)
     many = -(-HEADS // h)
-    tried = [(2, N), (many, N), (many, 3 * N), (1, 8 * N), (1, 42 * N)]
+    tried = [(2, N), (many, N), (many, 3 * N), (-(-128 // h), 3 * N), (1, 8 * N), (1, 42 * N)]
     tried += [(-(-heads // h), 11 * N) for heads in (132, 192, 300)]  # which fill a GPU in part, once, in two parts
     found: dict[tuple, tuple[int, int]] = {}
     for batch, n in tried:
@@ -117,6 +121,15 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
     if (wanted := options.get("variant")) is None:
         return list(found.values())
     return [found[max(found, key=lambda x: sum(a == b for a, b in zip(x, wanted, strict=False)))]]
+
+
+def _walk(op: str, dtype: torch.dtype, widths: tuple[int, int, int], options: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return (B, N) of a trial whose calls without a backward walk through all stages, if a form has such calls."""
+    (h, d, dv), decay = widths, options["decay_heads"] is not None
+    if options["normalize"] or options["frame"] or (decay and options["decay_rule"] == "paper"):
+        return []
+    batch, n = -(-WALKS // (h * -(-dv // WALK_BLOCK))), 4 * N
+    return [(batch, n)] if walks(op, dtype, batch * h, n, d, dv, decay) else []
 
 
 def _delta_run(dtype: torch.dtype, sizes: tuple[int, ...], channels: bool, ab: tuple[torch.dtype, ...]) -> Run:
@@ -188,10 +201,12 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
         if of_tensors["streams"]:
             cut = n - (options["frame"] or 50)
             y, state = f(*(x[:, :cut] for x in leaves), impl=impl, return_state=True, **options)
-            if not options["frame"]:  # another kernel computes a single token, without a backward
+            if not options["frame"]:  # other kernels compute a single token, and all tokens without a backward
                 token = [x[:, cut : cut + 1] for x in leaves]
                 with torch.no_grad():
                     one = [f(*token, impl=impl, state=state, return_state=True, **options)[0]]
+                    whole, state_after = f(*leaves, impl=impl, return_state=True, **options)
+                    one += [whole, f(*leaves, impl=impl, state=state_after, return_state=True, **options)[0]]
             y = torch.cat([y, f(*(x[:, cut:] for x in leaves), impl=impl, state=state, **options)], 1)
             return [y.detach(), *one, *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
         if not backward:  # kernels that keep nothing

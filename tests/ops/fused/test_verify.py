@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import hla_kernels as hk
 from hla_kernels import op
@@ -261,11 +262,33 @@ def test_the_trial_of_a_stream_decodes_a_token(monkeypatch):
     """Another kernel computes a single token, which no call with a backward runs."""
     monkeypatch.setattr(trial, "DEVICE", "cpu")
     options = {"causal": True, "frame": 0, "scale": 0.02, "decay_heads": 2, "streams": True, "normalize": False}
-    whole, token, *_ = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), dict(options), 1, 60)("torch")
+    whole, token, plain, _, *grads = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), dict(options), 1, 60)("torch")
+    torch.testing.assert_close(plain, whole, rtol=2e-2, atol=1e-2)
+    assert len(grads) == 4
     assert token.shape == (1, 1, 2, 8)
     torch.testing.assert_close(token, whole[:, 10:11], rtol=2e-2, atol=1e-2)
     whole = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), {**options, "streams": False}, 1, 60)("torch")
     assert len(whole) == 6 and torch.equal(*whole[:2])  # with and without gradients, of q, k, v and the decay
+
+
+@pytest.mark.parametrize(("name", "options"), (("hla3", {}), ("ahla", {"decay": 0.9}), ("hla2", {"decay": 0.9})))
+def test_a_walk_through_all_stages_is_checked(name, options):
+    """A call of many heads without a backward has a kernel that calls of few heads do not have."""
+    x = torch.empty(8, 4096, 16, 64, dtype=torch.bfloat16, device="meta")
+    forms = [trial.trial_of(op.prepare(name, x, x, x, causal=True, **options, **more)) for more in ({}, RATIO)]
+    assert [len(trial.sizes(form)) for form in forms] == [3, 2]
+    batch, n = trial.sizes(forms[0])[2]
+    assert trial.walks(name, torch.bfloat16, batch * 16, n, 64, 64, bool(options))
+    paper = trial.trial_of(op.prepare("hla2", x, x, x, causal=True, decay=0.9, decay_rule="paper"))
+    assert len(trial.sizes(paper)) == 2
+
+
+def test_symbolic_sizes_have_forms():
+    """Outside of torch.compile, too."""
+    mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.empty(3, 50, 4, 64), static_shapes=False)
+    for causal in (False, True):
+        assert "variant" not in dict(trial.trial_of(op.prepare("hla2", x, x, x, causal=causal))[3])
 
 
 def test_dynamic_shapes_have_constant_forms():

@@ -107,6 +107,10 @@ def test_amd(monkeypatch):
     monkeypatch.setattr(verify, "WARNED", set())
     with pytest.warns(UserWarning, match="AMD"):
         assert op.choose(call, "auto") == "torch"
+    monkeypatch.setattr(verify, "WARNED", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # there is no Triton form to lose
+        assert op.choose(op.prepare("softmax_attention", *call[1:4]), "auto") == "torch"
 
 
 def test_answers_without_triton():
