@@ -265,6 +265,14 @@ def test_shapes_are_known_without_a_device():
         assert [t.shape for t in (y, *found)] == [(2, 30, 4, 24), *(t.shape for t in (*x, decay))]
 
 
+def test_an_empty_batch_has_a_state():
+    pytest.importorskip("triton")
+    x, state = [t[:0] for t in tokens(6, 1, 4, 2, 16, 24)], None
+    for _ in range(2):
+        y, state = stages.evaluate("hla3", *x, None, Options(True), state, True)
+    assert y.shape == (0, 6, 4, 24) and state.n == 12
+
+
 def interpreted(op: str) -> None:
     from hla_kernels.hla.stages import launch, operator, plan
     from tests.ops.fused.children.quicker import interpret_quicker

@@ -64,7 +64,7 @@ def evaluate(
         y, *after = causal_step(q, k, v, gamma, given, *rest, o.eps)
         tensors |= zip(names, after, strict=False)
     else:
-        wide = [x.expand(b, hk, h // hk, *x.shape[3:]).reshape(b, h, -1) for x in given]
+        wide = [x.expand(b, hk, h // hk, *x.shape[3:]).flatten(3).flatten(1, 2) for x in given]
         first = torch.cat(wide, 2) if wide else None
         y, last, *_ = causal_stages(q, k, v, gamma, first, *rest, o.frame, o.eps, save, keep)
         if keep:
