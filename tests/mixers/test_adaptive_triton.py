@@ -126,7 +126,8 @@ def test_no_spills_and_no_operand_in_registers(tmp_path, d, k_tile, side):
 @pytest.mark.kernels
 @pytest.mark.parametrize(("d", "k_tile"), [(32, 64), (64, 16), (64, 4), (72, 4), (128, 64), (128, 16)])
 def test_no_spills_in_float32(tmp_path, d, k_tile):
-    """Nor with operands in registers; Triton 3.6 spills 24 bytes of `for_keys` outside of loops with 72 channels."""
+    """Operands in registers have no fault of a compiler (`judged`). Triton 3.6 spills 24 bytes of `for_keys` outside of
+    loops with 72 channels."""
     pytest.importorskip("triton")
     check_compiled(24 if d == 72 else 0, 9, tmp_path, __file__, ("compiled", d, k_tile, 32, "float32"))
 
