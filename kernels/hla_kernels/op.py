@@ -201,13 +201,16 @@ def explain(op: str, *inputs: Tensor, impl: str = "auto", **options: Any) -> Exp
 
 
 def _explained(call: AnyCall, impl: str) -> Explanation:
-    chosen = choose(call, impl)
     other = None if impl == "auto" else f"impl={impl!r} was asked for"
     why_not: dict[str, Any] = {
         "reference": why_not_reference(call) or other or SLOWER["reference"],
         "torch": other or SLOWER["torch"],
         "triton": why_not_triton(call) or other or unverified(call),
     }
+    if impl == "auto":  # without a warning, which `choose` gives only once
+        chosen = "torch" if why_not["triton"] else "triton"
+    else:
+        chosen = choose(call, impl)
     del why_not[chosen]
     density = call.exact / call.field.n_key_tiles if isinstance(call, AdaptiveCall) else None
     return Explanation(chosen, why_not, isinstance(call, Call) and are_fixed(call.coefficients), density)

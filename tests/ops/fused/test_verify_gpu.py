@@ -57,6 +57,19 @@ def test_other_operators_pass():
         assert op.why_not_triton(call) is None and op.unverified(call) is None, type(call)
 
 
+@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("name", OPS[:-1])
+def test_causal_calls_pass(name, d):
+    """Also those without a backward that walk through all stages at once."""
+    learned = torch.linspace(0.9, 0.99, 4, device="cuda").requires_grad_()
+    for options in (
+        {}, {"decay": 0.9}, {"decay": learned}, {"return_state": True}, {"decay": 0.9, "return_state": True}, RATIO,
+        {"decay": 0.9, "decay_rule": "paper"},
+    ):  # fmt: skip
+        call = op.prepare(name, *tokens(BF16, d), causal=True, **options)
+        assert op.why_not_triton(call) is None and op.unverified(call) is None, options
+
+
 @pytest.mark.parametrize("compiled", (False, True))
 def test_a_check_while_capturing_and_after(compiled):
     """Eager and compiled; a graph that is captured before has the torch form, with a warning."""

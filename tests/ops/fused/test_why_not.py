@@ -95,6 +95,7 @@ def test_auto_says_why_16_bits_on_a_gpu_run_in_torch(monkeypatch, dtype):
     for call, why in calls:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
+            assert op._explained(call, "auto").impl == "torch" and not found
             assert [op.choose(call, "auto") for _ in range(2)] == ["torch"] * 2
         assert [why in str(w.message) for w in found] == [True] * bool(why and dtype == torch.bfloat16)
 
