@@ -3,7 +3,7 @@
     python docs/adaptive_float32.py [json]
 
 select="error", density 0.1; median of 10 eager calls on the current CUDA device. Writes
-docs/results/adaptive-float32-h200.json.
+runs/adaptive-float32.json.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch import Tensor
 import hla_kernels
 from zoo.io import result_file, write_json
 
-FILE = Path(__file__).parent / "results" / "adaptive-float32-h200.json"
+FILE = Path("runs/adaptive-float32.json")
 SHAPES = ((32, 6, 1024, 64), (4, 16, 4096, 64), (1, 12, 16384, 64))  # [B, H, N, D]
 K_TILES = (16, 32)
 

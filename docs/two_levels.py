@@ -5,7 +5,7 @@
 RUN is a softmax classifier (tools/train_vit.py). One level: key tiles of `fine` tokens. Two levels: a query tile
 refines the fraction `refine` of the tiles of `coarse` tokens by expected error; exact tiles are chosen among the
 refined ones, other tokens are pooled by coarse tiles. All weights are formed, N x N per head. Writes
-docs/results/two-levels.json.
+runs/two-levels.json.
 """
 
 import sys
@@ -136,7 +136,7 @@ def main(words: list[str]) -> None:
     """Measure all rows and write the result file."""
     run, *more = words
     torch.set_float32_matmul_precision("high")
-    file = ROOT / "docs" / "results" / "two-levels.json"
+    file = Path("runs/two-levels.json")
     defaults = [f"models=[{run}]", "images=100", "batch_size=4", f"json={file}", "data.source=parquet"]
     settings: FidelitySettings = config.from_command_line(FidelitySettings, [*defaults, *more])
     write_json(result_file(" ".join(["python docs/two_levels.py", *words]), rows(settings)), Path(settings.json))

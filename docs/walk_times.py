@@ -2,8 +2,8 @@
 
     python docs/walk_times.py [json]
 
-bfloat16 on the current CUDA device, each in a CUDA graph; writes docs/results/causal-walk-h200.json. `taken`: whether
-`plan.walks` chooses the walk.
+bfloat16 on the current CUDA device, each in a CUDA graph; writes runs/causal-walk.json. `taken`: whether `plan.walks`
+chooses the walk. Rows of other versions: docs/results/causal-walk-h200.json.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from torch import Tensor
 from hla_kernels.hla.stages import operator
 from zoo.io import result_file, write_json
 
-FILE = Path(__file__).parent / "results" / "causal-walk-h200.json"
+FILE = Path("runs/causal-walk.json")
 CALLS = (  # [B, H, N, D], operator, decay
     ((8, 16, 4096, 64), "ahla", False), ((8, 16, 4096, 64), "ahla", True), ((8, 16, 4096, 64), "hla2", False),
     ((8, 16, 4096, 64), "hla2", True), ((8, 16, 4096, 64), "hla3", False), ((8, 16, 4096, 64), "hla3", True),
