@@ -2,12 +2,10 @@
 
     python docs/adaptive_float32.py [json]
 
-select="error", density 0.1; median of 10 eager calls on the current CUDA device. Writes
-runs/adaptive-float32.json.
+select="error", density 0.1; medians of eager calls on the current CUDA device. Writes runs/adaptive-float32.json.
 """
 
 import math
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,23 +17,19 @@ from torch import Tensor
 import hla_kernels
 from zoo.io import result_file, write_json
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # where the benchmarks are
+
+from benchmarks.timing import measure
+
 FILE = Path("runs/adaptive-float32.json")
 SHAPES = ((32, 6, 1024, 64), (4, 16, 4096, 64), (1, 12, 16384, 64))  # [B, H, N, D]
 K_TILES = (16, 32)
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Return the median time of 10 calls."""
-    found = []
-    for _ in range(13):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end))
-    return round(statistics.median(found[3:]), 3)
+    """Return the median time of calls launched one by one."""
+    call()  # compiles
+    return round(measure([call]).launched_us / 1e3, 3)
 
 
 def both(call: Callable[..., Tensor], tokens: list[Tensor], grad: Tensor) -> dict[str, float]:

@@ -6,7 +6,6 @@ bfloat16 on the current CUDA device, each in a CUDA graph; writes runs/causal-wa
 chooses the walk. Rows of other versions: docs/results/causal-walk-h200.json.
 """
 
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,10 @@ from torch import Tensor
 from hla_kernels.hla.stages import operator
 from zoo.io import result_file, write_json
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # where the benchmarks are
+
+from benchmarks.timing import measure
+
 FILE = Path("runs/causal-walk.json")
 CALLS = (  # [B, H, N, D], operator, decay
     ((8, 16, 4096, 64), "ahla", False), ((8, 16, 4096, 64), "ahla", True), ((8, 16, 4096, 64), "hla2", False),
@@ -28,21 +31,9 @@ CALLS = (  # [B, H, N, D], operator, decay
 
 
 def milliseconds(call: Callable[[], Tensor]) -> float:
-    """Return the median time of 20 replays of a call."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph, found = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        call()
-    for _ in range(23):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end))
-    return round(statistics.median(found[3:]), 4)
+    """Return the time of a call in a CUDA graph."""
+    call()  # compiles
+    return round(measure([call]).us / 1e3, 4)
 
 
 def row(sizes: tuple[int, int, int, int], op: str, decay: bool) -> dict:

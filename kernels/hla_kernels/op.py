@@ -120,9 +120,9 @@ def why_not_triton(call: AnyCall) -> str | None:
     device = call.q.device.type
     if device != "cuda":
         return f"the Triton forms run on CUDA devices, not on {device}"
-    reason = without_form(call)
-    if reason is not None or isinstance(call, taylor_call.TaylorCall):
+    if reason := without_form(call):
         return reason
+    assert not isinstance(call, taylor_call.TaylorCall)  # for mypy: it has a reason
     if torch.version.hip:
         return AMD
     if to_onnx():

@@ -15,7 +15,6 @@ import hla_kernels as hk
 from hla_kernels.hla import stages
 from hla_kernels.hla.causal import causal
 from hla_kernels.hla.reference import reference
-from hla_kernels.hla.stages import plan
 from hla_kernels.options import Options
 from tests.ops.cases import l2_error, tokens
 from tests.ops.fused.cases import poison
@@ -99,20 +98,6 @@ def test_states(monkeypatch, op, case):
         by_turns(monkeypatch, *forms)
         for cuts in ((0, 1), (0, 0.3, 1)):
             assert l2_error(outputs(op, *given, cuts), expected) <= 5e-3
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_condition(op):
-    """Where a walk was measured to be faster."""
-    for decay, wide in ((False, False), (True, False), (True, True)):
-        d = 128 if wide else 64
-        taken = op == "ahla" if wide else decay or op == "hla3"
-        assert plan.walks(op, torch.bfloat16, 128, 4096, d, d, decay) == taken
-        assert not plan.walks(op, torch.float16, 128, 4096, d, d, decay)
-        assert not plan.walks(op, torch.bfloat16, 24, 4096, d, d, decay)
-        assert not plan.walks(op, torch.bfloat16, 512, 4096, d, d, decay)
-        assert not plan.walks(op, torch.bfloat16, 128, 512, d, d, decay)
-    assert not plan.walks("linear_attention", torch.bfloat16, 128, 4096, 64, 64, True)
 
 
 @pytest.mark.kernels
