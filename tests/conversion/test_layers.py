@@ -100,6 +100,14 @@ def test_layers_are_timed_in_the_precision_of_the_runs_and_compared_in_their_own
     assert all(dtypes == {torch.float32, torch.bfloat16} for dtypes in seen.values())
 
 
+def test_a_layer_with_outputs_that_are_not_finite_is_named():
+    teacher, student, batches = pair("vit", "la")
+    with torch.no_grad():
+        list(layers_of(student).values())[1].proj.bias.fill_(torch.inf)
+    with pytest.raises(ValueError, match=r"with only 'blocks\.1\.attn' converted has outputs that are not finite"):
+        sensitivities(student, teacher, batches)
+
+
 def test_choices_go_from_all_converted_to_none():
     teacher, student, batches = pair("vit", "la")
     rows = [Sensitivity("blocks.0.attn", 0.1, 2.0, 1.0), Sensitivity("blocks.1.attn", 0.3, 9.0, 1.0)]

@@ -4,6 +4,7 @@ Measurements run the softmax model with some layers replaced by converted ones (
 model with those layers converted.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -66,7 +67,7 @@ def sensitivities(
     """Measure the sensitivity of each converted layer, in the order of the model.
 
     timed_in: context of the timings, such as autocast; distances are measured without it. Raises ValueError like
-    `TeacherStudent`.
+    `TeacherStudent`, and for a converted layer that makes outputs infinite or NaN.
     """
     pair = TeacherStudent(teacher, student)
     outputs = [pair.calls(batch)[0] for batch in inputs]
@@ -74,11 +75,14 @@ def sensitivities(
     for name, layer in pair.layers.items():
         with replace_layers(teacher, {name: layer}):
             distances = [output_distance(forward(teacher, x), y) for x, y in zip(inputs, outputs, strict=True)]
+        distance = sum(distances) / len(distances)
+        if not math.isfinite(distance):
+            raise ValueError(f"the model with only {name!r} converted has outputs that are not finite; use float32")
         call = pair.calls(inputs[0])[1][name]
         original = teacher.get_submodule(name)
         with timed_in():
             times = [1e3 * median_seconds(partial(call.repeat, m)) for m in (original, layer)]
-        rows.append(Sensitivity(name, sum(distances) / len(distances), times[0], times[1]))
+        rows.append(Sensitivity(name, distance, times[0], times[1]))
     return rows
 
 
