@@ -38,7 +38,9 @@ def test_all_tiles_are_softmax(grid):
         ({"select": "near", "density": 0.5}, "mass"),
         ({"select": "mean", "density": [0.5, 2]}, "density must be"), ({"select": "mean", "density": []}, "0 values"),
         ({"select": "mean", "k_tile": 12}, "power of two"), ({"select": "mean", "far": "nothing"}, "far"),
-        ({"select": "mean", "branch": "mhla"}, "branch"), ({"radius": 2, "branch": "la"}, "select='error'"),
+        ({"select": "mean", "branch": "mhla2"}, "branch"), ({"radius": 2, "branch": "la"}, "select='error'"),
+        ({"branch": "mhla", "radius": 2}, "select='error'"), ({"branch": "mhla", "blocks": [2]}, "each of 2 axes"),
+        ({"select": "mean", "branch": "la", "blocks": [2, 2]}, "select='near'"),
     ],
 )  # fmt: skip
 def test_options_that_are_refused(options, sentence):
@@ -51,6 +53,7 @@ def test_options_that_are_refused(options, sentence):
     [
         ({}, "error"), ({"density": 0.25}, "error"), ({"select": "mass"}, "mass"), ({"radius": 2}, "near"),
         ({"blocks": [2, 2]}, "near"), ({"degree": 1, "select": "near"}, "near"),
+        ({"blocks": [2, 2], "branch": "mhla"}, "error"),
     ],
 )  # fmt: skip
 def test_options_of_near_tokens_select_them(given, select):
@@ -165,15 +168,19 @@ def test_explain_says_the_density():
     assert hla_kernels.explain("softmax_attention", q, q, q).density is None
 
 
-@pytest.mark.parametrize(("branch", "far"), [("la", "none"), ("ahla", "first")])
-def test_a_linear_branch_is_added(branch, far):
+@pytest.mark.parametrize(
+    ("branch", "far", "grid"),
+    [("la", "none", (5, 7)), ("ahla", "first", (5, 7)), ("mhla", "first", (5, 7)), ("mhla", "none", (3, 4, 3))],
+)
+def test_a_linear_branch_is_added(branch, far, grid):
     """Nothing at initialisation; then the gain times the mixer alone, with a gradient for the gain from the start."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 35, 4, 8, dtype=torch.float64) for _ in range(3))
-    ctx, options = Context(x=q.flatten(2), grid=(5, 7)), {**ADAPTIVE, "density": 0.2, "far": far}
-    mixer = build_mixer("multipole", 32, 4, 8, grid=(5, 7), **options, branch=branch).double()
-    plain = build_mixer("multipole", 32, 4, 8, grid=(5, 7), **options)
-    alone = build_mixer(branch, 32, 4, 8, grid=(5, 7)).double()
+    q, k, v = (torch.randn(2, torch.Size(grid).numel() + 1, 4, 8, dtype=torch.float64) for _ in range(3))
+    ctx, options = Context(x=q.flatten(2), grid=grid, prefix=1), {**ADAPTIVE, "density": 0.2, "far": far}
+    layer = {"dim": 32, "num_heads": 4, "head_dim": 8, "grid": grid, "prefix": 1, "grid_dims": len(grid)}
+    mixer = build_mixer("multipole", **layer, **options, branch=branch).double()
+    plain = build_mixer("multipole", **layer, **options)
+    alone = build_mixer(branch, **layer).double()
     assert torch.equal(mixer(q, k, v, ctx), plain(q, k, v, ctx))
     mixer(q, k, v, ctx).square().sum().backward()
     assert mixer.branch_gain.grad.norm() > 0
@@ -181,5 +188,7 @@ def test_a_linear_branch_is_added(branch, far):
         mixer.branch_gain.copy_(torch.randn(4, 8))
     wanted = plain(q, k, v, ctx) + mixer.branch_gain * alone(q, k, v, ctx)
     torch.testing.assert_close(mixer(q, k, v, ctx), wanted)
+    mixer(q, k, v, ctx).square().sum().backward()
+    assert all(p.grad.norm() > 0 for p in mixer.parameters())
     mixer.reset_parameters()
     assert not mixer.branch_gain.any()

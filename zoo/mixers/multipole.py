@@ -15,8 +15,8 @@ from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.options import MixerConfig
 from zoo.mixers.protocol import Mixer
 
-BRANCHES = ("la", "ahla", "hla2", "hla3")
-OF_NEAR = ("blocks", "radius", "degree")  # options of select="near"
+BRANCHES = ("la", "ahla", "hla2", "hla3", "mhla")
+OF_NEAR = ("blocks", "radius", "degree")  # options of select="near"; branch="mhla" has blocks, too
 OF_TILES = ("density", "q_tile", "k_tile", "far", "branch")  # options of all other values of select
 
 
@@ -28,7 +28,8 @@ class MultipoleOptions(BlockedOptions):
 
     select: which tokens are exact: key tiles chosen per query tile and head by expected error ("error"), mass ("mass")
         or score of the means ("mean"), or "near" tokens. blocks, radius and degree belong to "near", and imply it if
-        select is not given; density, q_tile, k_tile, far and branch belong to the other values
+        select is not given; density, q_tile, k_tile, far and branch belong to the other values. branch="mhla"
+        has blocks, too
     density: fraction of exact key tiles, above 0; 1 is softmax; or a list with one value per attention layer
     q_tile: maximum number of tokens of a query tile, a power of two
     k_tile: maximum number of tokens of a key tile, a power of two
@@ -68,13 +69,14 @@ class MultipoleOptions(BlockedOptions):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        implied = "select" not in given and any(name in given for name in OF_NEAR)
+        near = OF_NEAR[1:] if given.get("branch") == "mhla" else OF_NEAR
+        implied = "select" not in given and any(name in given for name in near)
         return {**given, "select": "near"} if implied else given
 
     def _check_select(self) -> None:
         """Raise ValueError for an option that `select` does not have."""
         near = self.select == "near"
-        foreign = OF_TILES if near else OF_NEAR
+        foreign = OF_TILES if near else OF_NEAR[1:] if self.needs_blocks else OF_NEAR
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in foreign and value != f.default:
@@ -94,11 +96,11 @@ class MultipoleOptions(BlockedOptions):
 
     @property
     def needs_blocks(self) -> bool:
-        return self.select == "near"
+        return self.select == "near" or self.branch == "mhla"
 
     @property
     def follows_grid(self) -> bool:
-        return self.select != "near"
+        return not self.needs_blocks
 
     def _check_normalize(self) -> None:
         if self.feature_map != "identity" or self.center or self.mean_path or self.normalize is not True:
@@ -134,7 +136,8 @@ class Multipole(BlockedMixer):
         self.density = options.density_of(layer)  # `zoo.diffusion.density` changes it between steps
         self.branch: Mixer | None = None
         if options.branch:
-            self.branch = MixerConfig.parse(options.branch, {}).build(layer)
+            blocked = {"blocks": self.blocks, "grid_dims": options.grid_dims} if options.needs_blocks else {}
+            self.branch = MixerConfig.parse(options.branch, blocked).build(layer)
             self.branch_gain = nn.Parameter(torch.empty(layer.num_heads, layer.head_dim, **layer.placement))
         self.reset_parameters()
 
@@ -145,13 +148,14 @@ class Multipole(BlockedMixer):
 
     @property
     def takes_text(self) -> bool:
-        alone = self.gate is None and self.norm is None  # gate and norm act on image tokens only
-        return self.options.select != "near" and alone
+        alone = self.gate is None and self.norm is None  # gate, norm and blocks are for image tokens only
+        return not self.options.needs_blocks and alone
 
     @property
     def layout(self) -> str:
         opt = self.options
         chosen = f"{self.density:.4g} of tiles of {opt.k_tile} by {opt.select}"
+        chosen += f", {super().layout}" if opt.needs_blocks else ""
         return super().layout if opt.select == "near" else chosen
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:

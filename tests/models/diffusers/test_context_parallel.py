@@ -21,6 +21,7 @@ MODELS = {  # name: mixer and options; first every mixer as it is by default
     "causal": ("ahla", {"causal": True}),
     "frames": ("la", {"causal": "frame"}),
     "adaptive": ("multipole", {"select": "error", "density": 0.5, "q_tile": 8, "k_tile": 4, "branch": "la"}),
+    "branch of blocks": ("multipole", {"branch": "mhla", "blocks": [3, 2, 1], "density": 0.5, "k_tile": 4}),
 }
 
 

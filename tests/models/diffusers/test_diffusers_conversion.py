@@ -58,9 +58,9 @@ def test_tiles_chosen_by_error_approach_softmax(name):
     assert not [n for n, p in model.named_parameters() if p.grad is None and ".to_" in n]
 
 
-@pytest.mark.parametrize("options", [{"post_norm": True}, {"gate": True}], ids=str)
+@pytest.mark.parametrize("options", [{"post_norm": True}, {"gate": True}, {"branch": "mhla"}], ids=str)
 @torch.no_grad()
-def test_norm_and_gate_leave_text_as_it_is(options):
+def test_norm_gate_and_blocks_leave_text_as_it_is(options):
     """They are of image tokens: text queries have the output of softmax."""
     wanted, found = [], []
     for outputs, mixer, given in (

@@ -226,13 +226,17 @@ def test_blocks_are_those_of_the_size_at_conversion(tmp_path):
         other.load_state_dict(model.state_dict())
 
 
+BLOCKS = [("mhla", {}), ("mhla", {"mixing": "distance"}), ("mhla", {"mixing": "fixed", "prior": "local"})]
+BRANCH = ("multipole", {"branch": "mhla", "k_tile": 4})
+
+
 @pytest.mark.parametrize("general", [False, True])
-@pytest.mark.parametrize("options", [{}, {"mixing": "distance"}, {"mixing": "fixed", "prior": "local"}])
-def test_a_created_model_of_blocks_runs_at_another_size(options, general, tmp_path):
+@pytest.mark.parametrize(("mixer", "options"), [*BLOCKS, BRANCH])
+def test_a_created_model_of_blocks_runs_at_another_size(mixer, options, general, tmp_path):
     """Saved by timm, loaded at twice the size: what the model itself gives there. The blocks that were chosen at the
     first size, or the function of distance, are part of what is saved."""
-    step = {"base": BASE, "conversions": [{"mixer": "mhla", "options": options}]}
-    model = tiny(CONVERTED, **step) if general else tiny("vit_mhla_tiny_patch16_224", mixer_options=options)
+    step = {"base": BASE, "conversions": [{"mixer": mixer, "options": options}]}
+    model = tiny(CONVERTED, **step) if general else tiny(f"vit_{mixer}_tiny_patch16_224", mixer_options=options)
     reload(model, tmp_path)
     large = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=4 * SIZE).eval()
     model.set_input_size(4 * SIZE)

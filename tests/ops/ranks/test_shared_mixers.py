@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("hla3", {"causal": True, "decay": 0.9}),
     "frames": ("ahla", {"causal": "frame"}),
     "adaptive": ("multipole", {"select": "error", "density": 0.5, "q_tile": 4, "k_tile": 2, "branch": "la"}),
+    "branch of blocks": ("multipole", {"density": 0.5, "q_tile": 4, "k_tile": 2, "branch": "mhla", **BLOCKED}),
 }
 
 

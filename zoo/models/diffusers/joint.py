@@ -1,8 +1,8 @@
 """Sites in joint attention of text and image tokens: SD3 and Flux.
 
-Adaptive `multipole` computes all of it, exactly for text queries and text keys unless it has a branch, gains or
-depthwise convolutions. With other mixers, only image-to-image attention is replaced. Attention from or to text remains
-softmax; its cost is linear in the number of image tokens.
+Adaptive `multipole` without a gate, a norm or blocks computes all of it, exactly for text queries and text keys unless
+it has a branch, gains or depthwise convolutions. With other mixers, only image-to-image attention is replaced.
+Attention from or to text remains softmax; its cost is linear in the number of image tokens.
 
     text queries    o = softmax over all keys, as in the host
     image queries   o = (sum_text e^(s q.k) v + Z o_mixer) / (sum_text e^(s q.k) + Z)
