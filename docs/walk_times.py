@@ -53,7 +53,7 @@ def row(sizes: tuple[int, int, int, int], op: str, decay: bool) -> dict:
             found[name] = milliseconds(call)
             outputs.append(call().double())
     difference = float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
-    taken = operator.walks(op, q.dtype, b * h, n, d, d, decay)
+    taken = operator.walks(op, q.dtype, (b * h, n, d, d), decay, False, 0, False)
     return found | {"difference": round(difference, 5), "taken": taken}
 
 

@@ -13,7 +13,7 @@ from ..blockmix.call import BlockCall
 from ..delta_rule.call import DeltaCall
 from ..features import feature_width
 from ..hla import fused
-from ..hla.stages.plan import WALK_BLOCK, WALKS, walks
+from ..hla.stages.plan import walk_heads, walks
 from ..sequences import Sequences
 from ..softmax.adaptive.call import AdaptiveCall
 from .operator import are_fixed, needs_backward
@@ -106,8 +106,12 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
         outer = options["prefix"] + options.get("suffix", 0)
         return [(2, outer + int(torch.tensor(options["grid"]).prod()))]
     if options.get("causal"):
-        few = [(2, 2 * N if options["frame"] else N), (1, 8 * N)]  # one segment, and several
-        return [*few, *_walk(op, dtype, (h, feature_width(d, options["feature_map"]), dv), options)]
+        tried = [(2, 2 * N if options["frame"] else N), (1, 8 * N)]  # one segment, and several
+        batch, n = -(-walk_heads(dv) // h), 4 * N
+        walk = (batch * h, n, feature_width(d, options["feature_map"]), dv)
+        rest = (options["decay_heads"] is not None, options["normalize"], options["frame"], False)
+        walking = walks("paper" if options["decay_rule"] == "paper" else op, dtype, walk, *rest)
+        return [*tried, (batch, n)] if walking else tried
     spec, d = _spec(op, pairs, d)
     many = -(-HEADS // h)
     tried = [(2, N), (many, N), (many, 3 * N), (-(-128 // h), 3 * N), (1, 8 * N), (1, 42 * N)]
@@ -121,15 +125,6 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
     if (wanted := options.get("variant")) is None:
         return list(found.values())
     return [found[max(found, key=lambda x: sum(a == b for a, b in zip(x, wanted, strict=False)))]]
-
-
-def _walk(op: str, dtype: torch.dtype, widths: tuple[int, int, int], options: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return (B, N) of a trial whose calls without a backward walk through all stages, if a form has such calls."""
-    (h, d, dv), decay = widths, options["decay_heads"] is not None
-    if options["normalize"] or options["frame"] or (decay and options["decay_rule"] == "paper"):
-        return []
-    batch, n = -(-WALKS // (h * -(-dv // WALK_BLOCK))), 4 * N
-    return [(batch, n)] if walks(op, dtype, batch * h, n, d, dv, decay) else []
 
 
 def _delta_run(dtype: torch.dtype, sizes: tuple[int, ...], channels: bool, ab: tuple[torch.dtype, ...]) -> Run:

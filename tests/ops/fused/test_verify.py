@@ -278,7 +278,7 @@ def test_a_walk_through_all_stages_is_checked(name, options):
     forms = [trial.trial_of(op.prepare(name, x, x, x, causal=True, **options, **more)) for more in ({}, RATIO)]
     assert [len(trial.sizes(form)) for form in forms] == [3, 2]
     batch, n = trial.sizes(forms[0])[2]
-    assert trial.walks(name, torch.bfloat16, batch * 16, n, 64, 64, bool(options))
+    assert trial.walks(name, torch.bfloat16, (batch * 16, n, 64, 64), bool(options), False, 0, False)
     paper = trial.trial_of(op.prepare("hla2", x, x, x, causal=True, decay=0.9, decay_rule="paper"))
     assert len(trial.sizes(paper)) == 2
 

@@ -127,7 +127,7 @@ def causal_stages(
         last = none.new_empty(0, q.shape[2], state_size(op, d, e)) if keep else none
         return q.new_empty((*q.shape[:3], v.shape[3])), last, *saved
     sizes = (q.shape[0] * q.shape[2], q.shape[1], d, v.shape[3])
-    if not (save or normalize or frame) and walks(op, q.dtype, *sizes, gamma is not None):
+    if walks(op, q.dtype, sizes, gamma is not None, normalize, frame, save):
         from .walk import walked
 
         with torch.cuda.device_of(q):

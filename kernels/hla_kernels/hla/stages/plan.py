@@ -59,10 +59,19 @@ def walk_chunk(d: int) -> int:
     return 32 if d <= 64 else 16
 
 
-def walks(op: str, dtype: torch.dtype, heads: int, n: int, d: int, dv: int, decay: bool) -> bool:
-    """Whether all stages of a call without a backward are one walk per head, `heads` of all samples: where that is
+def walks(
+    op: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], decay: bool, normalize: bool, frame: int, save: bool
+) -> bool:
+    """Whether all stages of a call are one walk per head: without a backward, a ratio and frames, and where that is
     faster. The stages would be divided into segments then, and the walk still occupies the GPU; a walk with an inner
-    state of keys needs too many registers beyond 64 channels; two short stages without a decay are faster."""
+    state of keys needs too many registers beyond 64 channels; two short stages without a decay are faster. op: as in
+    `causal_stages`; sizes: heads of all samples, n, features, Dv; save: with a backward."""
+    heads, n, d, dv = sizes
     wins = {"hla3": d <= 64, "hla2": d <= 64 and decay, "ahla": d > 64 or decay}.get(op, False)
-    occupied = heads * -(-dv // WALK_BLOCK) >= WALKS
-    return wins and occupied and dtype == torch.bfloat16 and plan(heads, n, dv, 0, False).segments > 1
+    plain = dtype == torch.bfloat16 and not (normalize or frame or save)
+    return wins and plain and heads >= walk_heads(dv) and plan(heads, n, dv, 0, False).segments > 1
+
+
+def walk_heads(dv: int) -> int:
+    """Return the least number of heads of a walk, of all samples."""
+    return -(-WALKS // -(-dv // WALK_BLOCK))
