@@ -1,11 +1,12 @@
-"""Simulation of two levels of far tiles in adaptive multipole attention: closeness of a trained ViT to softmax.
+"""Simulation of other exact and far tiles in adaptive multipole attention: closeness of a trained ViT to softmax.
 
     python docs/two_levels.py RUN data.val=VAL.parquet [images=100] [batch_size=4] [json=...]
 
 RUN is a softmax classifier (tools/train_vit.py). One level: key tiles of `fine` tokens. Two levels: a query tile
 refines the fraction `refine` of the tiles of `coarse` tokens by expected error; exact tiles are chosen among the
-refined ones, other tokens are pooled by coarse tiles. All weights are formed, N x N per head. Writes
-runs/two-levels.json.
+refined ones, other tokens are pooled by coarse tiles. Nearest tiles: the fraction `near` of the exact tiles of a query
+tile are its nearest ones, the others are chosen by expected error, so that the density stays. All weights are formed,
+N x N per head. Writes runs/two-levels.json.
 """
 
 import sys
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import hla_kernels
 from hla_kernels.softmax.adaptive.layout import Field, tokens_of
+from hla_kernels.softmax.adaptive.routing import nearest
 from zoo import config
 from zoo.eval.compare import open_candidate
 from zoo.io import result_file, write_json
@@ -32,7 +34,11 @@ sys.path.insert(0, str(ROOT / "tools"))  # where the benchmarks are
 
 from benchmarks.fidelity import FidelitySettings, load_images, logits, percent  # noqa: E402
 
-LEVELS = [(16, 0, 0.0), (32, 0, 0.0), (64, 0, 0.0), (16, 64, 0.5), (16, 64, 0.25), (16, 256, 0.5), (16, 256, 0.25)]
+KEYS = ("fine", "coarse", "refine", "near")  # of a row of LEVELS
+LEVELS = [
+    (16, 0, 0.0, 0.0), (32, 0, 0.0, 0.0), (64, 0, 0.0, 0.0), (16, 64, 0.5, 0.0), (16, 64, 0.25, 0.0),
+    (16, 256, 0.5, 0.0), (16, 256, 0.25, 0.0), (16, 0, 0.0, 0.25), (16, 0, 0.0, 0.5),
+]  # fmt: skip
 Q_TILE, PART = 64, 4  # tokens per query tile; neighbouring queries whose mean is scored
 
 
@@ -74,10 +80,10 @@ def highest(found: Tensor, fraction: float) -> Tensor:
     return torch.zeros_like(found, dtype=torch.bool).scatter(-1, found.topk(count, -1).indices, True)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, levels: tuple[int, int, float], density: float, far: str,
+def attention(q: Tensor, k: Tensor, v: Tensor, *, levels: tuple[int, int, float, float], density: float, far: str,
               grid: tuple[int, ...], prefix: int, suffix: int, q_scale: float, **_: Any) -> Tensor:  # fmt: skip
     """Return the attention [B, N, H, D] of one or two levels."""
-    size, coarse, refine = levels
+    size, coarse, refine, near = levels
     field = Field(tuple(grid), prefix, suffix, Q_TILE, size)
     q, k, v = (x.transpose(1, 2).float() for x in (q * q_scale, k, v))
     own, fine = members(field, Q_TILE, q.device), Tiles.of(k, field, size)
@@ -89,6 +95,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, levels: tuple[int, int, float]
         errors = errors.masked_fill(kept @ inside == 0, -1)
         refined = own @ kept @ rough.member.mT > 0
         pooled = torch.where(refined, pooled, q @ rough.mean.mT @ rough.member.mT)
+    closest = nearest(field, int(near * field.exact(density) + 0.5), q.device)  # [U, k]
+    errors = errors.scatter(-1, closest.expand(*errors.shape[:2], -1, -1), torch.inf)
     exact = own @ highest(errors, density).float() @ fine.member.mT > 0
     on_grid = fine.member.sum(-1) > 0
     exact = exact | ~on_grid | ~on_grid[:, None]
@@ -127,7 +135,7 @@ def rows(settings: FidelitySettings) -> list[dict[str, Any]]:
                 call = partial(attention, levels=levels)
                 measure(
                     lambda *t, given=given, call=call, **o: call(*t, **(o | given)), form="simulation",
-                    **dict(zip(("fine", "coarse", "refine"), levels, strict=True)), **given,
+                    **dict(zip(KEYS, levels, strict=True)), **given,
                 )  # fmt: skip
     return found
 
