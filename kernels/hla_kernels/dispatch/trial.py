@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,7 +125,10 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
         found.setdefault(fused.variant_of(*fused.sizes_of(q, v, spec, seqs)), (batch, n))
     if (wanted := options.get("variant")) is None:
         return list(found.values())
-    return [found[max(found, key=lambda x: sum(a == b for a, b in zip(x, wanted, strict=False)))]]
+    if wanted in found:
+        return [found[wanted]]
+    # a ratio of many heads and many tokens is too large for a trial: the two nearest variants lack its `middle` only
+    return [found[x] for x in sorted(found, key=lambda x: sum(map(operator.eq, x, wanted)))[-2:]]
 
 
 def _delta_run(dtype: torch.dtype, sizes: tuple[int, ...], channels: bool, ab: tuple[torch.dtype, ...]) -> Run:
@@ -202,6 +206,7 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
                     one = [f(*token, impl=impl, state=state, return_state=True, **options)[0]]
                     whole, state_after = f(*leaves, impl=impl, return_state=True, **options)
                     one += [whole, f(*leaves, impl=impl, state=state_after, return_state=True, **options)[0]]
+                    one.append(f(*leaves, impl=impl, state=state_after, **options))
             y = torch.cat([y, f(*(x[:, cut:] for x in leaves), impl=impl, state=state, **options)], 1)
             return [y.detach(), *one, *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
         if not backward:  # kernels that keep nothing

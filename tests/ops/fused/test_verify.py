@@ -262,9 +262,10 @@ def test_the_trial_of_a_stream_decodes_a_token(monkeypatch):
     """Another kernel computes a single token, which no call with a backward runs."""
     monkeypatch.setattr(trial, "DEVICE", "cpu")
     options = {"causal": True, "frame": 0, "scale": 0.02, "decay_heads": 2, "streams": True, "normalize": False}
-    whole, token, plain, _, *grads = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), dict(options), 1, 60)("torch")
+    run = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), dict(options), 1, 60)
+    whole, token, plain, after, last, *grads = run("torch")
     torch.testing.assert_close(plain, whole, rtol=2e-2, atol=1e-2)
-    assert len(grads) == 4
+    assert len(grads) == 4 and torch.equal(after, last)  # with and without a state after the tokens
     assert token.shape == (1, 1, 2, 8)
     torch.testing.assert_close(token, whole[:, 10:11], rtol=2e-2, atol=1e-2)
     whole = trial._run("hla2", torch.bfloat16, (2, 2, 8, 8), {**options, "streams": False}, 1, 60)("torch")
