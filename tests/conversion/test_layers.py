@@ -56,8 +56,9 @@ def test_predicted_times_of_adaptive_multipole():
     assert 1000 < even < 4000 and [x.mixer_us <= x.softmax_us for x in found] == [True, False]
     same = cost_model.predict_times("multipole", {**options, "density": 1.0}, 1, 1, 999, 64)
     assert same.mixer_us == same.softmax_us
-    assert cost_model.predict_times("multipole", {**options, "density": [0.5, 0.1]}, 1, 1, 999, 64).mixer_us is None
-    assert cost_model.predict_times("multipole", {"select": "near"}, 1, 1, 999, 64).mixer_us is None  # not measured
+    for other in ({"density": [0.5, 0.1]}, {"branch": "la"}, {"far": "none"}):  # none of them was measured
+        assert cost_model.predict_times("multipole", {**options, **other}, 1, 1, 999, 64).mixer_us is None
+    assert cost_model.predict_times("multipole", {"select": "near"}, 1, 1, 999, 64).mixer_us is None
 
 
 def test_densities_go_with_the_root_of_the_distance():

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hla_kernels.softmax.adaptive.fused import FARS
 from zoo.mixers import MIXERS, MixerConfig
 
 FILE, ADAPTIVE = "kernels-h200.json", "adaptive-kernels-h200.json"
@@ -67,8 +68,8 @@ def predict_times(mixer: str, options: dict[str, Any], batch: int, heads: int, t
 
 
 def _adaptive(options: Any, size: float, soft: float, softmax: tuple[float, float], tokens: int) -> Prediction:
-    """Predict adaptive multipole; unknown for densities per layer."""
-    if isinstance(options.density, tuple):
+    """Predict adaptive multipole; unknown for densities per layer, with a branch, and for far fields in torch."""
+    if isinstance(options.density, tuple) or options.branch or options.far not in FARS:
         return Prediction(soft, None, None)
     if options.density == 1:
         return Prediction(soft, soft, 1)
