@@ -73,5 +73,5 @@ def gla(k: Tensor, v: Tensor, log_f: Tensor) -> Arguments:
 
 
 def rwkv7(k: Tensor, v: Tensor, log_f: Tensor, removal: Tensor, rate: Tensor) -> Arguments:
-    """S_t = (F - r (rate r)') S + k v', r the removal key of length 1, rate in (0, 1) per channel: RWKV-7."""
-    return {"k": k, "v": v, "log_f": log_f, "a": removal.unsqueeze(-2), "b": (rate * removal).unsqueeze(-2)}
+    """S_t = (F - (rate r) r') S + k v', r the removal key of length 1, rate in (0, 1) per channel: RWKV-7."""
+    return {"k": k, "v": v, "log_f": log_f, "a": (rate * removal).unsqueeze(-2), "b": removal.unsqueeze(-2)}

@@ -77,8 +77,8 @@ def member(name, n):
                 s = erase(s, key, b) + write(b.unsqueeze(-1) * key, value)
             return s
         if name == "rwkv7":
-            read = torch.einsum("bhd,bhde->bhe", rate[:, t] * removal[:, t], s)
-            return f * s - write(removal[:, t], read) + write(kt, vt)
+            read = torch.einsum("bhd,bhde->bhe", removal[:, t], s)
+            return f * s - write(rate[:, t] * removal[:, t], read) + write(kt, vt)
         return (s if name == "linear_attention" else f * s) + write(kt, vt)
 
     return given, step
