@@ -113,8 +113,10 @@ def cases(s: CausalSettings) -> list[Case]:
     out = []
     shapes = [SHAPES[name] for name in s.shapes] if {"plain", "decay", "ratio", "float16"} & {*s.groups} else []
     video = [VIDEO] if "frame" in s.groups else []
+    decayed = [SHAPES["tokens4k"]] if DECAYED.keys() & {*s.groups} else []
     if "sdpa_cudnn" in s.impls:
-        out += [Case("softmax", "softmax_attention", "sdpa_cudnn", sizes, {"causal": True}) for sizes in shapes + video]
+        bases = dict.fromkeys(shapes + decayed + video)
+        out += [Case("softmax", "softmax_attention", "sdpa_cudnn", sizes, {"causal": True}) for sizes in bases]
     for group in s.groups:
         for impl in s.impls:
             if impl == "triton" or group in {"torch": BOTH_FORMS, "fla": ("delta",)}.get(impl, ()):
@@ -151,7 +153,7 @@ def run(settings: CausalSettings, command: str) -> dict[str, Any]:
     """Measure the selection and return the whole file. Raises ValueError without a GPU."""
     need_gpu("causal")
     file = Path(settings.json)
-    content = rows.start(file, command, package_versions("triton"))
+    content = rows.start(file, command, package_versions("triton", "fla-core"))
     rate = round(copy_rate() / 1e12, 3)
     todo, context = cases(settings), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(settings.workers, mp_context=context) as pool:
