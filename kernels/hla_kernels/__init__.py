@@ -28,7 +28,7 @@ from .api.delta import delta
 from .api.softmax import adaptive_multipole, multipole, taylor2, taylor2_qkvpacked
 from .blockmix.streaming import BlockState
 from .delta_rule import rules as delta_rules
-from .delta_rule.state import DeltaState, merge_delta
+from .delta_rule.call import DeltaState, merge_delta
 from .features import FEATURE_MAPS
 from .hla.fused.plan import set_batch_invariant
 from .hla.streaming.merge import merge

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 from .blockmix.operator import mhla_backward, mhla_op, mhla_packed_backward, mhla_packed_op
 from .dispatch.operator import Operator
 from .hla import stages  # noqa: F401  registers the operators
-from .hla.causal_op import causal_backward, causal_op
+from .hla.causal import causal_backward, causal_op
 from .hla.two_sided import two_sided, two_sided_backward, two_sided_qkvpacked, two_sided_qkvpacked_backward
 from .softmax.taylor.operator import taylor2_backward, taylor2_op
 

@@ -37,8 +37,7 @@ from .dispatch.trial import trial_of
 from .dispatch.verify import HAS_TRITON, Fault, fault, is_shipped, warn
 from .features import feature
 from .hla import fused, stages
-from .hla.causal import causal
-from .hla.causal_op import causal_op
+from .hla.causal import causal, causal_op
 from .hla.reference import reference as linear_reference
 from .hla.streaming.checks import check_mergeable, check_state
 from .hla.streaming.contents import Sizes
@@ -55,11 +54,11 @@ from .options import (
     plain_precision,
 )
 from .sequences import WHOLE, Sequences, real
+from .softmax import FORMS, PREPARE, MultipoleCall
+from .softmax import why_not as why_not_multipole
 from .softmax.adaptive.call import AdaptiveCall
 from .softmax.attention import reference as softmax_reference
 from .softmax.attention import sdpa
-from .softmax.implementations import FORMS, PREPARE, MultipoleCall
-from .softmax.implementations import why_not as why_not_multipole
 from .softmax.multipole import MultipoleCall as PlainMultipoleCall
 from .softmax.taylor import call as taylor_call
 from .softmax.taylor.operator import taylor2_op

@@ -1,9 +1,12 @@
-"""Sequences of a call: a padding mask, or packed sequences.
+"""Sequences of a call (a padding mask, or packed sequences), and its tokens by heads.
 
     key_padding_mask [B, N] bool   True for real tokens; padded tokens are neither read nor written
     cu_seqlens [S + 1] int32       sequence i is tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 of a batch of one
 
 `Sequences.padded` pads packed sequences and `packed` reverses it: the torch forms support padded sequences only.
+
+Heads [B, Hk, G, N, D]: query head h = i * G + g reads key head i. Keys and values have a group axis of 1 and broadcast,
+so everything that depends on keys alone is computed once per key head. To heads and back is one copy each way.
 """
 
 from __future__ import annotations
@@ -83,3 +86,20 @@ def counts(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def real(x: Tensor, mask: Tensor | None) -> Tensor:
     """Set padded tokens of x [B, N, ...] to zero, whatever their values (NaN too)."""
     return x if mask is None else x.where(mask.unflatten(1, (-1, *[1] * (x.dim() - 2))), 0)
+
+
+def to_heads(x: Tensor, n_key_heads: int, dtype: torch.dtype) -> Tensor:
+    """Return x [B, N, Hk * G, D] as [B, Hk, G, N, D], contiguous, in `dtype`, with one pass over memory."""
+    view = x.unflatten(2, (n_key_heads, x.shape[2] // n_key_heads)).permute(0, 2, 3, 1, 4)
+    return torch.empty(view.shape, dtype=dtype, device=x.device).copy_(view)
+
+
+def to_tokens(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return y [B, Hk, G, N, D] as [B, N, Hk * G, D], contiguous, in `dtype`."""
+    view = y.permute(0, 3, 1, 2, 4)
+    return torch.empty(view.shape, dtype=dtype, device=y.device).copy_(view).flatten(2, 3)
+
+
+def live_heads(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return x [B, Hk, G, N, .] with zeros at tokens outside `mask` [B, N]."""
+    return x if mask is None else x.where(mask[:, None, None, :, None], 0)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hla_kernels.features import feature
 from hla_kernels.features.mapped import MAPS
-from hla_kernels.hla.layout import to_heads
 from hla_kernels.hla.moments import ORDERS, moments, operator_matrix, product, read_out, token_sums
 from hla_kernels.options import Options
+from hla_kernels.sequences import to_heads
 
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # of the dtype of the tokens
 # Features that are softmaxes, and their gradients, are rounded outside of the kernels. In a simulation of the roundings

@@ -18,7 +18,7 @@ from hla_kernels.softmax.adaptive.layout import Field, tokens_of
 from hla_kernels.softmax.adaptive.pooling import Pooled
 from hla_kernels.softmax.adaptive.routing import highest, scores
 from hla_kernels.softmax.adaptive.torch_form import keys_of, rows, slots
-from hla_kernels.softmax.heads import Heads
+from hla_kernels.softmax.attention import Heads
 
 
 def adaptive(

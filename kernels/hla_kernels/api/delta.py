@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..checks import check_unknown
 from ..delta_rule import fused
-from ..delta_rule.call import prepare
+from ..delta_rule.call import DeltaState, prepare
 from ..delta_rule.operator import delta_op, evaluate
-from ..delta_rule.state import DeltaState
 from ..dispatch.operator import needs_backward, refuse_forward_mode
 from ..op import choose
 from ..options import plain_precision
@@ -35,7 +34,7 @@ def delta(
             Values of CUDA tensors are not checked
     a, b    columns of A and B, [B, N, H, r, D], r at most 3; None for none. Without both: gated linear attention
     frame   tokens per frame, or 0: the tokens of a frame act together on the state before it, and read the state after
-            it, the mean of the states that each of them alone would leave (`delta_rule.frames`)
+            it, the mean of the states that each of them alone would leave (`delta_rule.chunked`)
     state   state after the preceding tokens; return_state also returns the state after the last token, with
             "mergeable" including what `merge_delta` needs
     impl    "triton" (on CUDA devices): bfloat16 and float16, ranks up to 2, one write per token, at most 128 channels;

@@ -19,8 +19,7 @@ from ..checks import (
     check_values,
     is_count,
 )
-from .layout import Layout
-from .options import MOMENTS, ORDERS, BlockOptions
+from .layout import MOMENTS, ORDERS, BlockOptions, Layout
 from .streaming import BlockState, check_state
 
 

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .causal import mix
-from .layout import Layout, block_slots
-from .options import BlockOptions
+from .layout import BlockOptions, Layout, block_slots
 from .torch_form import Prepared
 
 

@@ -1,4 +1,6 @@
-"""Assignment of tokens to blocks: balanced boxes of the grid, and one block for the prefix.
+"""Options of a block-mixing call, and its layout: the assignment of tokens to blocks.
+
+Blocks are balanced boxes of the grid, and one block for the prefix.
 
 An axis of L positions is cut into m blocks: block i contains the positions floor(i L / m) .. floor((i+1) L / m) - 1, so
 sizes differ by at most one, and position p lies in block ((p + 1) m - 1) // L. Blocks are numbered in raster order; if
@@ -13,6 +15,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+ORDERS = ("la", "ahla", "hla2")
+MOMENTS = ("bfloat16", "float32")
 
 
 class Layout(NamedTuple):
@@ -42,6 +47,21 @@ class Layout(NamedTuple):
         """Return the first token of each block, for blocks that are contiguous, and the number of tokens."""
         length, m, row = self.grid[0], self.blocks[0], math.prod(self.grid[1:])
         return [0] * (self.prefix > 0) + [self.prefix + row * (i * length // m) for i in range(m + 1)]
+
+
+class BlockOptions(NamedTuple):
+    """Options of `mhla` in canonical form; tensors (mixing, mask, rotary tables) are passed separately."""
+
+    layout: Layout
+    order: str = "la"
+    feature_map: str | None = "relu"
+    normalize: bool = True
+    causal: bool | str = False
+    scale: float | None = None
+    q_scale: float = 1.0
+    eps: float = 1e-6
+    rotary_half: bool = False
+    moments: str = "bfloat16"
 
 
 def block_of(position: int | Tensor, length: int, m: int) -> int | Tensor:

@@ -20,8 +20,7 @@ from ..dispatch.operator import in_triton, joined, parts, rooms, token_operators
 from ..dispatch.recording import repeated
 from ..options import plain_precision
 from . import fused
-from .layout import Layout
-from .options import BlockOptions
+from .layout import BlockOptions, Layout
 from .torch_form import evaluate, gradient
 
 SCHEMA = (  # of arguments behind the tokens

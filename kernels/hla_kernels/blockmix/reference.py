@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ..hla.reference import phi
 from ..sequences import real
-from .layout import block_table
-from .options import BlockOptions
+from .layout import BlockOptions, block_table
 from .torch_form import scale_of
 
 

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..features import feature_width
-from ..hla.layout import to_tokens
 from ..hla.streaming.checks import check_held, check_values
+from ..sequences import to_tokens
 from . import causal
 from .frames import Frames
-from .layout import block_slots, block_table
-from .options import BlockOptions
+from .layout import BlockOptions, block_slots, block_table
 from .torch_form import Prepared, prepare_heads
 
 

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from ..dispatch.operator import vjp
 from ..features import feature
-from ..hla.layout import live_heads, to_heads, to_tokens
 from ..options import compute_dtype
-from ..sequences import counts
+from ..sequences import counts, live_heads, to_heads, to_tokens
 from . import causal
 from .causal import mix
-from .layout import block_slots
-from .options import BlockOptions
+from .layout import BlockOptions, block_slots
 
 
 class Prepared(NamedTuple):

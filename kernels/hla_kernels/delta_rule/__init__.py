@@ -4,7 +4,7 @@
 
 A_t, B_t [D, r] with r = 0 to 3 columns, K_t [D, s], V_t [Dv, s] with s = 1 to 3. `rules`: arguments of the published
 members (HDLA, DeltaNet, gated DeltaNet and DeltaProduct, KDA, GLA, RetNet, Mamba-2, RWKV-7). `reference`: the
-recurrence token by token. `chunked`: the same in chunks of tokens; `frames`: over frames of tokens. `operator`: the
-custom operator. `fused`: its Triton form, with the kernels in `walk` and `gradients` and their `tiles`. `state`: the
-state between segments of tokens.
+recurrence token by token. `chunked`: the same in chunks of tokens, or over frames. `operator`: the custom operator.
+`fused`: its Triton form, with the kernels in `walk` and `gradients` and their `tiles`. `call`: checks, and the state
+between segments of tokens.
 """

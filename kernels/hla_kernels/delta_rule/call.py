@@ -1,4 +1,4 @@
-"""Checks of a call of `delta`; invalid arguments raise ValueError."""
+"""Calls of `delta`: their checks, which raise ValueError, and the state between segments of tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ from torch import Tensor
 
 from ..checks import check_frames, check_tensors, shape_of
 from ..options import cast, compute_dtype
-from .state import DeltaState
 
 MAX_RANK = 3
+
+
+class DeltaState(NamedTuple):
+    """State after the tokens so far: matrix S [B, H, D, Dv] and, with return_state="mergeable", transition
+    [B, H, D, D], the product of their D_t - A_t B_t', later tokens on the left."""
+
+    matrix: Tensor
+    transition: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(x.nbytes for x in self if x is not None)
 
 
 class DeltaCall(NamedTuple):
@@ -99,3 +111,11 @@ def _state(q: Tensor, v: Tensor, state: Any) -> Tensor:
     if not isinstance(state, Tensor) or tuple(state.shape) != shape or state.device != q.device:
         raise ValueError(f"The state of this call is a matrix {list(shape)} on the device of q, got {shape_of(state)}.")
     return state
+
+
+def merge_delta(first: DeltaState, second: DeltaState) -> DeltaState:
+    """Return the state after two segments, each started from zero: P_2 S_1 + S_2, P_2 P_1. Raises ValueError if a
+    segment was not computed with return_state="mergeable"."""
+    if first.transition is None or second.transition is None:
+        raise ValueError('merge_delta needs states that were made with return_state="mergeable"')
+    return DeltaState(second.transition @ first.matrix + second.matrix, second.transition @ first.transition)

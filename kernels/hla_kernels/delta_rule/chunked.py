@@ -1,4 +1,4 @@
-"""The recurrence by chunks of tokens: matrix products inside a chunk, one step of the state per chunk.
+"""The recurrence by chunks of tokens, or over frames: one step of the state for each.
 
 Within a chunk, rows of a and b are ordered by token, rank fastest. gi and ge are the inclusive and exclusive cumulative
 sums of log_f, and <x_i, y_j> = sum_d x_id y_jd exp(e_id - gi_jd) with e = gi for queries, ge for b.
@@ -9,6 +9,13 @@ sums of log_f, and <x_i, y_j> = sum_d x_id y_jd exp(e_id - gi_jd) with e = gi fo
 
 Z_t = B_t' S_{t-1} is what token t reads. For accuracy, every exponent is a sum of terms <= 0: decays between tokens in
 different parts of a chunk are split at the start of the later part, decays within a part are computed per pair.
+
+Tokens of a frame act on the state before the frame and read the state after it:
+
+    S_f = Mean_t ((D_t - A_t B_t') S_{f-1} + K_t V_t')    o_t = S_f' q_t      over the n tokens t of frame f
+
+This is one step per frame, with D = Mean_t D_t and the columns of all tokens in A / n, B, K / n and V. A mean of
+transitions that enlarge nothing enlarges nothing. Frames of one token are the recurrence over tokens.
 """
 
 from __future__ import annotations
@@ -145,3 +152,17 @@ def _after(log_f: Tensor) -> Tensor:
 def _spread(x: Tensor, r: int, s: int) -> Tensor:
     """Repeat each entry of [.., C, C] for r x s rows."""
     return x.repeat_interleave(r, -2).repeat_interleave(s, -1)
+
+
+def framed(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, a: Tensor, b: Tensor, state: Tensor, frame: int
+) -> tuple[Tensor, Tensor]:
+    """Compute the same as `reference` from one D x D transition per frame of `frame` tokens, a divisor of N."""
+    q, k, v, log_f, a, b = (x.unflatten(2, (-1, frame)) for x in (q, k, v, log_f, a, b))
+    kept = log_f.exp().mean(3).expand(-1, -1, -1, q.shape[-1])
+    transition = torch.diag_embed(kept) - _rows(a).mT @ _rows(b) / frame  # [B, H, F, D, D]
+    written, states = _rows(k).mT @ _rows(v) / frame, []
+    for i in range(q.shape[2]):
+        state = transition[:, :, i] @ state + written[:, :, i]
+        states.append(state)
+    return (q @ torch.stack(states, 2)).flatten(2, 3), state

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..dispatch.operator import recomputed_op
 from ..options import compute_dtype
-from .chunked import chunked
-from .frames import framed
+from .chunked import chunked, framed
 from .reference import reference
 
 

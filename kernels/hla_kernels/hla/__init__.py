@@ -11,8 +11,8 @@ ridge.
     causal      compositions of LA(q, k, v)_t = s Sum_{j<=t} gamma^(t-j) (q_t.k_j) v_j:
                 hla2  LA(q, LA(q,k,k), v)    ahla  LA(q, k, LA(q,k,v))    hla3  LA(q, LA(q,k,k), LA(q,k,v))
 
-Reading order: reference (definitions), moments, two_sided and gradient (one matrix per head), chunked, causal and
-causal_op (chunk-parallel), streaming (states: segments, merge). Zhang et al., Higher-order Linear Attention, arXiv
+Reading order: reference (definitions), moments, two_sided and gradient (one matrix per head), chunked and causal
+(chunk-parallel), streaming (states: segments, merge). Zhang et al., Higher-order Linear Attention, arXiv
 2510.27258; the causal compositions replace the paper's (S, C, G) recurrences and are equal to its masked operators
 without decay.
 """

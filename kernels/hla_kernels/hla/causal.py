@@ -8,6 +8,10 @@
 Every stage multiplies by the scale s and by gamma^(t-j). Centring subtracts the running (decay-weighted) mean of the
 scores, cLA(q, k, v)_t = LA(q, k, v)_t - n_t (q_t.kbar_t) vbar_t, in the stages whose keys are k. With causal="frame",
 all sums and means are over the tokens of a frame and of earlier frames. Plain differentiable torch code.
+
+Without a state it is the custom operator `hla_kernels::causal`, which torch.compile traces as one for every N. It saves
+its inputs only and recomputes the stages in the backward pass; the float32 copies and C x C scores of all chunks would
+take many times the memory of the inputs in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..dispatch.operator import recomputed_op
 from ..features import feature
-from ..options import Options, compute_dtype, is_paper, needs_ones
+from ..options import Options, compute_dtype, is_paper, needs_ones, plain_precision
+from ..sequences import to_heads, to_tokens
 from .chunked import Chunks, running_sum, stage
-from .layout import to_heads, to_tokens
 from .streaming.state import State
 
 
@@ -164,3 +169,21 @@ def causal(
         p.out["gamma"] = gamma.to(dtype)
     count = torch.full((), q.shape[1], dtype=torch.int64, device=q.device)
     return out, State(op, options, count if state is None else count + state.n, p.out)
+
+
+def evaluate(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, op: str, feature_map: str | None, normalize: bool,
+    center: str | None, mean_path: bool, decay_rule: str, ridge: float, scale: float | None, eps: float, frame: int,
+) -> Tensor:  # fmt: skip
+    """Return o [B, N, H, Dv], see `causal`; arguments are checked by `op.run`."""
+    order, decay = "frame" if frame else True, None if gamma is None else "tensor"
+    options = Options(
+        order, feature_map, normalize, center, mean_path, decay, decay_rule, ridge, scale, eps, 1.0, frame
+    )
+    with plain_precision(q):
+        return causal(op, q, k, v, options, gamma, None, False)[0]
+
+
+causal_op, causal_backward = recomputed_op(
+    "causal", evaluate, lambda q, k, v, *_: q.new_empty((*q.shape[:3], v.shape[3]))
+)

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..dispatch.operator import vjp
 from ..features import feature, feature_grad
 from ..options import Options, compute_dtype
-from ..sequences import counts
-from .layout import live_heads, to_heads, to_tokens
+from ..sequences import counts, live_heads, to_heads, to_tokens
 from .moments import FACTORS, affine, operator_matrix, token_sums
 
 Tensors = dict[str, Tensor]

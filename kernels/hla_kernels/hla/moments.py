@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options, needs_ones
-from .layout import live_heads
+from ..sequences import live_heads
 
 # moment -> its two factors
 FACTORS = {"P": ("k", "v"), "S": ("k", "k"), "C": ("q", "v"), "R": ("k", "q"), "Qm": ("q", "q")}

@@ -25,10 +25,9 @@ from ..dispatch.operator import in_triton, joined, parts, rooms, token_operators
 from ..dispatch.recording import repeated
 from ..features import feature
 from ..options import Options, compute_dtype, plain_precision
-from ..sequences import Sequences, counts
+from ..sequences import Sequences, counts, live_heads, to_heads, to_tokens
 from . import fused
 from .gradient import gradient
-from .layout import live_heads, to_heads, to_tokens
 from .moments import operator_matrix, read_out, token_sums
 
 SCHEMA = (  # of arguments behind the tokens

@@ -15,17 +15,16 @@ from torch import Tensor
 from ..blockmix.call import BlockCall, check_layout, check_rotary, check_tokens, prepare
 from ..blockmix.causal import mix
 from ..blockmix.fused.spec import Moments, Saved, Sizes
-from ..blockmix.layout import Layout, block_table, slots_of
+from ..blockmix.layout import BlockOptions, Layout, block_table, slots_of
 from ..blockmix.operator import SCHEMA as ONE_RANK
 from ..blockmix.operator import flat, options_of
-from ..blockmix.options import BlockOptions
 from ..blockmix.torch_form import block_moments, numerator, prepare_heads, product
 from ..checks import cast_tensors
 from ..dispatch.operator import parts, token_operators
 from ..features import feature
-from ..hla.layout import to_tokens
 from ..op import choose
 from ..options import plain_precision
+from ..sequences import to_tokens
 from .collectives import add_together, group_named, name_of, one_token, stage, token_counts
 
 # of arguments behind the tokens: as for one rank, without a mask, and the name of the process group

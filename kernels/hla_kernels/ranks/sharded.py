@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..checks import check_name
 from ..features import feature
-from ..hla.layout import to_heads, to_tokens
 from ..hla.moments import operator_matrix, read_out, token_sums
 from ..op import Call, prepare, run, run_multipole
 from ..options import IMPLS, OPS, compute_dtype, plain_precision
-from ..softmax.implementations import PREPARE
+from ..sequences import to_heads, to_tokens
+from ..softmax import PREPARE
 from .blocks import mix_blocks
 from .collectives import add_together, one_token
 from .heads import by_heads

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..hla.layout import to_heads, to_tokens
 from ..options import compute_dtype, plain_precision
+from ..sequences import to_heads, to_tokens
 from ..softmax.taylor.call import TaylorCall, prepare
 from ..softmax.taylor.torch_form import Heads, blocks, moment_of, pair, read_state, rows
 from .collectives import add_ranks, add_together, one_token

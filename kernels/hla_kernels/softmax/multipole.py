@@ -34,7 +34,7 @@ from ..blockmix.layout import Layout, block_table
 from ..checks import cast_tensors, check_finite, check_grid_tokens, check_sequences, is_count
 from ..options import compute_dtype
 from ..sequences import real
-from .heads import SMALLEST, Heads, largest, to_layout
+from .attention import SMALLEST, Heads, largest, to_layout
 
 DEGREES = (0, 1, 2)
 PAIRS = 2**25  # weights in memory at a time

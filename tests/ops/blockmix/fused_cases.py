@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hla_kernels.blockmix import fused
-from hla_kernels.blockmix.layout import Layout
-from hla_kernels.blockmix.options import BlockOptions
+from hla_kernels.blockmix.layout import BlockOptions, Layout
 from hla_kernels.blockmix.torch_form import evaluate, gradient
 from hla_kernels.features import feature, feature_grad, mapped
 from tests.ops.fused.cases import poison

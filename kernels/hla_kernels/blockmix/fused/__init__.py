@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...features import mapped
-from ..options import BlockOptions
+from ..layout import BlockOptions
 from .spec import Sizes, by_pairs, why_not
 
 __all__ = ["backward", "forward", "saved_floats", "why_not"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...dispatch.recording import launch
 from ...hla.fused.launch import head_grads, sum_heads
 from ...hla.fused.spec import Widths, placed
-from ..options import BlockOptions
+from ..layout import BlockOptions
 from . import plan
 from .apply import query_grads, query_products, read_out, token_grads
 from .mixing import add, mixed, mixed_back

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...dispatch.operator import like
-from ..options import BlockOptions
+from ..layout import BlockOptions
 from . import launch
 from .launch import Call
 from .spec import Moments, Saved, Sizes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...hla.fused.spec import padded, unsupported
-from ..options import BlockOptions
+from ..layout import BlockOptions
 
 Size = int | torch.SymInt
 MAX_BLOCKS = 1024

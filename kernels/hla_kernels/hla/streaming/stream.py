@@ -10,7 +10,7 @@ from torch import Tensor
 from ...checks import check_coefficients
 from ...features import feature, feature_width
 from ...options import Options, compute_dtype
-from ..layout import to_heads, to_tokens
+from ...sequences import to_heads, to_tokens
 from ..moments import MOMENTS, operator_matrix, read_out, token_sums
 from .checks import check_contents, check_names
 from .contents import Sizes

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...sequences import real
-from ..heads import SMALLEST, Heads, largest, to_layout
+from ..attention import SMALLEST, Heads, largest, to_layout
 from .call import AdaptiveCall
 from .layout import Field, distances, tokens_of
 from .pooling import Pooled, pool, powers

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ...dispatch.operator import vjp
-from ...hla.layout import live_heads, to_heads, to_tokens
+from ...sequences import live_heads, to_heads, to_tokens
 from .torch_form import blocks, moment_of, pair, read_state, read_tokens, rows, summed, through_state, to_layout
 
 

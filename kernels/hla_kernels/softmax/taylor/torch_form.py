@@ -1,6 +1,6 @@
 """Torch form of Taylor attention: blocks of tokens, in the cheaper of two product orders.
 
-Tensors are in the head layout of `hla.layout`: q [B, Hk, G, N, D], k [B, Hk, 1, N, D]. Working memory is one moment (by
+Tensors are in the head layout of `sequences`: q [B, Hk, G, N, D], k [B, Hk, 1, N, D]. Working memory is one moment (by
 state) and one block of tokens, with at most `BLOCK` numbers or `SMALLEST` tokens.
 """
 
@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...hla.layout import live_heads, to_heads, to_tokens
 from ...options import compute_dtype
-from ...sequences import counts
+from ...sequences import counts, live_heads, to_heads, to_tokens
 
 BLOCK = 2**25  # numbers in one block of features or weights
 SMALLEST = 16  # minimum number of tokens per block
