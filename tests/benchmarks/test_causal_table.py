@@ -58,8 +58,8 @@ def test_another_package_agrees(monkeypatch, rule, which):
     pytest.importorskip("fla.ops", reason="the optional package fla-core is not installed")
     monkeypatch.setattr(causal, "PASSES", (which,))
     try:
-        # heads as in the table: fla-core tunes its kernels for each number of heads
-        found = causal.errors(causal.Case("delta", rule, "fla", (2, 16, 200, 64), {}))
+        # batch and heads of the table, for which fla-core compiles and tunes its kernels
+        found = causal.errors(causal.Case("delta", rule, "fla", (8, 16, 200, 64), {}))
     except RuntimeError as error:
         if (rule, which) != ("gated_delta_net", "forward_backward") or "upgrade Triton" not in str(error):
             raise
