@@ -6,7 +6,6 @@ ValueError, which `command_line` prints on one line before it exits with status 
 """
 
 import dataclasses
-import difflib
 import errno
 import inspect
 import math
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from zoo.errors import shortened, unknown_name
+from zoo.errors import nearest, shortened, unknown_name
 from zoo.files import replacing
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # these may have no file name
@@ -80,7 +79,7 @@ def find_config(name: str | Path) -> Path:
     if len(found) > 1:
         raise ValueError(f"{name} may be any of the configurations {', '.join(found)}: name its folder too")
     if not found:
-        near = difflib.get_close_matches(short, shipped, n=1, cutoff=0.75)
+        near = nearest(short, shipped, cutoff=0.75)
         hint = f"; did you mean {near[0]}?" if near else " (shipped ones: zoo list configs)"
         raise ValueError(f"there is no configuration file {name}{hint}")
     return shipped[found[0]]
@@ -168,8 +167,7 @@ def _suggestions(key: str, prefix: str, whole: type) -> list[str]:
     keys = _all_keys(whole)
     same = [name for name in keys if name.rpartition(".")[2] == key]
     here = {name.removeprefix(prefix): name for name in keys if name.startswith(prefix)}
-    near = difflib.get_close_matches(key, here, n=1)
-    return same or [here[name] for name in near]
+    return same or [here[name] for name in nearest(key, here)]
 
 
 def _all_keys(schema: type, prefix: str = "") -> list[str]:
@@ -230,7 +228,8 @@ def check_type(value: Any, hint: Hint, name: str) -> Any:
             return _all_finite(value, name)
         if origin in (str, bool) and isinstance(value, origin):
             return value
-    raise ValueError(f"{name} must be {type_name(hint)}, got {shortened(value)!r}")
+    brackets = f"; write {name}=[{value}]" if hint == list[str] and isinstance(value, str) else ""
+    raise ValueError(f"{name} must be {type_name(hint)}, got {shortened(value)!r}{brackets}")
 
 
 def check_arguments(function: Callable[..., object], given: Tree, prefix: str) -> None:
@@ -292,8 +291,8 @@ def _parse_override(schema: type, word: str) -> Tree:
     names = key.split(".")
     hints = _hints(schema)
     if names[0] not in hints:
-        near = difflib.get_close_matches(names[0], hints, n=1)
-        raise unknown_name("configuration section", names[0], hints, near or _suggestions(names[-1], "", schema))
+        meant = nearest(names[0], hints) or _suggestions(names[-1], "", schema)
+        raise unknown_name("configuration section", names[0], hints, meant)
     if len(names) == 1 and dataclasses.is_dataclass(hints[names[0]]):
         raise ValueError(f"expected {key}.KEY=VALUE with a key of the section {key!r}, got {word!r}")
     tree: Tree = {names[-1]: value}

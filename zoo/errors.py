@@ -23,6 +23,14 @@ class Unquoted(str):
         return str(self)
 
 
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the name to suggest for an unknown `name`, as a list of at most one: the nearest of those that begin with
+    it, else of all."""
+    names = list(names)
+    begun = [n for n in names if name and n.startswith(name)]
+    return difflib.get_close_matches(name, begun, n=1, cutoff=0.0) or difflib.get_close_matches(name, names, 1, cutoff)
+
+
 def unknown_name(kind: str, name: object, allowed: Iterable[str], meant: Iterable[str] | None = None) -> ValueError:
     """Return the error for an unknown `name`, with the allowed names and a suggestion.
 
@@ -30,7 +38,7 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str], meant: Iterabl
     Of more than `MAX_LISTED` names, only the nearest are listed.
     """
     names, name = sorted(allowed), shortened(name)
-    near = difflib.get_close_matches(str(name), names, n=1) if meant is None else list(meant)
+    near = nearest(str(name), names) if meant is None else list(meant)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     count = ""
     if len(names) > MAX_LISTED or sum(map(len, names)) > MAX_LISTED_CHARS:

@@ -28,6 +28,13 @@ def check_ranges(section: str, settings: object, **ranges: str) -> None:
                 raise ValueError(f"{place} must be {allowed}, got {number}")
 
 
+def check_shorter(section: str, settings: object, part: str, whole: str) -> None:
+    """Raise ValueError unless the number `part` of the settings is below the number `whole`."""
+    low, high = getattr(settings, part), getattr(settings, whole)
+    if low >= high:
+        raise ValueError(f"{section}.{part} must be below {section}.{whole}, which is {high}, got {low}; set both")
+
+
 def _inside(number: float, interval: str) -> bool:
     first, low, high, last = _parts(interval)
     above = number > low or (first == "[" and number == low)

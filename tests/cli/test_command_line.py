@@ -12,7 +12,7 @@ from tests.helpers.runs import ROOT, tiny
 from zoo import config
 from zoo.data import InputSpec
 from zoo.data.settings import DataSettings
-from zoo.errors import unknown_name
+from zoo.errors import nearest, unknown_name
 from zoo.models.timm.model_files import load_model
 from zoo.train.classification import ClassificationRun
 
@@ -111,6 +111,13 @@ def test_a_warning_is_one_line_without_code(capsys, monkeypatch):
     assert warnings.formatwarning("few images", UserWarning, "a.py", 1) == "warning: few images\n"
 
 
+def test_a_beginning_suggests_the_names_that_it_begins():
+    names = ["dit/digits", "vit/digits_finetune", "vit/digits_softmax"]
+    assert nearest("vit/digit", names) == ["vit/digits_softmax"]
+    assert nearest("vit/digts_softmax", names) == ["vit/digits_softmax"]
+    assert nearest("", names) == nearest("zzz", names) == []
+
+
 def test_of_many_names_the_nearest_are_listed():
     sentence = str(unknown_name("model", "vit_42O", [f"vit_{i}" for i in range(1000)]))
     assert sentence.startswith("unknown model 'vit_42O'; allowed: 1000 names such as vit_42") and len(sentence) < 120
@@ -140,12 +147,13 @@ def test_what_tools_refuse(name, words, sentence, tmp_path):
         __import__(name).main([word.format(tmp=tmp_path) for word in words])
 
 
-def test_convert_a_timm_model(tmp_path):
+def test_convert_a_timm_model(tmp_path, capsys):
     import convert
 
     words = ["model.name=deit_tiny_patch16_224", "model.mixer=hla2", "model.keep_softmax=[0]", f"out={tmp_path}"]
     words += ["model.layers=blocks.?.attn", "model.mixer_options={lepe: 3}"]
     report = convert.main(words)
+    assert "the weights are random" in capsys.readouterr().out
     assert json.loads((tmp_path / "report.json").read_text()) == report
     model, recipe = load_model(tmp_path)
     assert recipe.num_classes == 1000 and recipe.keep_softmax == [0] and recipe.mixer_options["lepe"] == 3
@@ -164,11 +172,12 @@ def test_convert_does_not_replace_its_source(source, tmp_path):
         convert.main([source.format(tmp_path), "model.mixer=la", f"out={tmp_path}/"])
 
 
-def test_convert_a_run_keeps_its_weights_and_input(tmp_path):
+def test_convert_a_run_keeps_its_weights_and_input(tmp_path, capsys):
     import convert
 
     ClassificationRun(tiny(tmp_path / "run")).train()
     convert.main([f"model.checkpoint={tmp_path}/run", "model.mixer=la", f"out={tmp_path}/la"])
+    assert "the weights are random" not in capsys.readouterr().out
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "la"))
     assert all(torch.equal(after[k], before[k]) for k in before)
     assert load_model(tmp_path / "la")[1].input == load_model(tmp_path / "run")[1].input

@@ -46,9 +46,10 @@ def test_every_shipped_configuration_is_valid_and_says_what_to_expect(path):
         ("optim.lr=-1", "optim.lr must be a positive number, got -1.0"),
         ("augment.crop=random", "unknown augment.crop"),
         ("optim.ema=1.5", r"optim.ema must be in \[0, 1\)"),
-        ("schedule.warmup_epochs=10", r"schedule.warmup_epochs must be in \[0, 10\)"),
+        ("schedule.warmup_epochs=10", "schedule.warmup_epochs must be below schedule.epochs, which is 10"),
         ("distill.alpha=2", r"distill.alpha must be in \[0, 1\]"),
         ("model.kwargs={a: [1, {b: .nan}]}", r"model.kwargs.a.1.b must be a finite number, got nan"),
+        ("log.trackers=csv", r"must be list\[str\], got 'csv'; write log.trackers=\[csv\]"),
         ("log.trackers=[excel]", "unknown log.trackers 'excel'"),
     ],
 )

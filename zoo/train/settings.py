@@ -8,7 +8,7 @@ from zoo.config import Tree, one_of
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.mixers.help import check_mixer, mixers_help
 from zoo.precision import PRECISIONS
-from zoo.ranges import POSITIVE, SEED, check_ranges
+from zoo.ranges import POSITIVE, SEED, check_ranges, check_shorter
 
 # Keys that may differ when an interrupted run resumes, since they do not change its result.
 CHANGEABLE = (
@@ -152,7 +152,8 @@ class ScheduleSettings:
 
     def __post_init__(self) -> None:
         one_of("schedule.name", self.name, ("cosine", "constant", "poly", "tanh", "step", "wsd"))
-        check_ranges("schedule", self, epochs="[1, inf)", warmup_epochs=f"[0, {self.epochs})")
+        check_ranges("schedule", self, epochs="[1, inf)", warmup_epochs="[0, inf)")
+        check_shorter("schedule", self, "warmup_epochs", "epochs")
         check_ranges("schedule", self, **dict.fromkeys(("decay_rate", "decay_epochs", "power"), POSITIVE))
         check_ranges("schedule", self, min_lr="[0, inf)", warmup_lr="[0, inf)")
         for key, users in (("decay_epochs", ("step", "wsd")), ("decay_rate", ("step",)), ("power", ("poly",))):

@@ -93,6 +93,7 @@ def test_importing_again_registers_nothing_twice():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
+        ({"gate": True}, "gate: pass options of the mixer as mixer_options={'gate': ...}"),
         ({"mixer_options": {"gatee": True}}, "unknown ahla option 'gatee'.*Did you mean 'gate'"),
         ({"keep_softmax": [5]}, "keep_softmax lists block indices"),
         ({"use_naflex": True}, "has no NaFlex form"),

@@ -6,11 +6,11 @@ model. It covers all bases and several mixers per model; saved models reload thr
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 
 from timm.models import PretrainedCfg, get_pretrained_cfg, is_model, list_models, model_entrypoint, register_model
 from torch import nn
 
+from zoo.errors import nearest
 from zoo.models import CONVERTED, Conversion
 from zoo.models.stored_options import restored_conversions
 from zoo.models.timm.registry import build_converted, is_stored
@@ -46,7 +46,7 @@ def _check_base(base: str | None) -> str:
         )
     name = base.partition(".")[0] if isinstance(base, str) else ""
     if not is_model(name):
-        near = get_close_matches(str(base), list_models(), n=1)
+        near = nearest(str(base), list_models())
         hint = f"; did you mean {near[0]!r}?" if near else ", see timm.list_models()"
         raise ValueError(f"base={base!r} is not the name of a timm model{hint}")
     if name == CONVERTED or hasattr(model_entrypoint(name), "mixer"):

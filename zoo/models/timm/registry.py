@@ -64,6 +64,9 @@ def _entrypoint(base: str, mixer: str, usual: Mapping[str, Any]) -> Callable[...
     name = hla_name(base, mixer)
 
     def create(pretrained: bool = False, *, mixer_options=None, keep_softmax=None, **kwargs) -> nn.Module:
+        own = sorted(set(kwargs) & set(vars(MIXERS[mixer].defaults)))
+        if own:
+            raise ValueError(f"{', '.join(own)}: pass options of the mixer as mixer_options={{{own[0]!r}: ...}}")
         options = {**usual, **(mixer_options or {})}
         if is_stored(kwargs):
             saved = (kwargs.get("pretrained_model_args") or {}).get("mixer_options")

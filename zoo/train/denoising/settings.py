@@ -6,7 +6,7 @@ from zoo.config import Tree, one_of
 from zoo.data.latents.settings import VIDEOS, ReadingSettings
 from zoo.diffusion.settings import ObjectiveSettings
 from zoo.models.diffusers.families import FAMILIES
-from zoo.ranges import check_ranges
+from zoo.ranges import check_ranges, check_shorter
 from zoo.train.settings import LogSettings, MixerSettings, OptimSettings, RunBasics
 
 KINDS = {f.name: f for f in FAMILIES if f.trained}
@@ -133,7 +133,8 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         one_of("schedule.name", self.name, ("cosine", "constant", "tanh"))
-        check_ranges("schedule", self, steps="[1, inf)", warmup_steps=f"[0, {self.steps})")
+        check_ranges("schedule", self, steps="[1, inf)", warmup_steps="[0, inf)")
+        check_shorter("schedule", self, "warmup_steps", "steps")
         check_ranges("schedule", self, min_lr="[0, inf)", warmup_lr="[0, inf)")
 
 
