@@ -32,7 +32,8 @@ def test_a_bar_shows_the_status_on_a_terminal(monkeypatch):
 def test_lines_show_the_status_elsewhere(monkeypatch, capsys):
     monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", -1.0)
     assert list(progress("ab", "work", first=3, total=5, status=lambda: "loss 1.5")) == ["a", "b"]
-    assert capsys.readouterr().err.splitlines() == ["work: 4/5, loss 1.5", "work: 5/5, loss 1.5"]
+    lines = ["work: 4/5, loss 1.5, 00:00 left", "work: 5/5, loss 1.5, 00:00 left"]
+    assert capsys.readouterr().err.splitlines() == lines
     list(progress(iter("a"), "work"))
     assert capsys.readouterr().err == "work: 1\n"
 

@@ -338,6 +338,15 @@ def test_no_model_there(tmp_path):
         open_model(str(tmp_path))
 
 
+def test_a_misspelt_run_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setattr("diffusers.ConfigMixin.load_config", None)
+    with pytest.raises(ValueError, match=r"there is no diffusion model '.*/rum'"):
+        open_model(f"{tmp_path.name}/rum")
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

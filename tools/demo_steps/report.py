@@ -6,10 +6,11 @@ from typing import Any
 from demo_steps.dit import dit_lines, draw_samples
 from demo_steps.processes import OPTIONS
 from demo_steps.vit import draw_vit, vit_lines
+from zoo.io import write_text
 
 CLOSING = [
-    "One seed of small models: this shows that the pipeline works, not which mixer is best. The tools `train_vit.py`,",
-    "`convert.py`, `evaluate_imagenet.py`, `finetune_dit.py`, `sample.py` and `evaluate_fid.py` wrote all results.",
+    "One seed of small models: this shows that the pipeline works, not which mixer is best. The commands",
+    "`zoo train-classifier`, `convert`, `evaluate`, `finetune-diffusion`, `sample` and `fid` wrote all results.",
     "Each run folder holds its configuration.",
     "",
 ]
@@ -27,5 +28,5 @@ def write_report(folder: Path, mixers: list[str], rows: dict[str, Any], cards: d
     title = ["# Demo: from softmax to linear attention on handwritten digits", "", f"It took {seconds:.0f} s.", ""]
     lines = [*title, *vit_lines(folder, mixers, rows), *dit_lines(folder, cards)]
     lines += ["Options that are not the defaults:", "", *options, "", *CLOSING]
-    (folder / "report.md").write_text("\n".join(lines))
+    write_text("\n".join(lines), folder / "report.md")
     return folder / "report.md"

@@ -2,7 +2,7 @@
 
     zoo sample sample.model=facebook/DiT-XL-2-256 sample.scheduler=DDPMScheduler sample.steps=250 \\
         'sample.scheduler_options={variance_type: learned_range}' sample.guidance=1.5 out=dit.npz
-    zoo sample sample.model=runs/digits_dit/transformer_ema sample.labels=balanced out=samples.npz
+    zoo sample sample.model=runs/digits_dit/transformer_ema sample.labels=balanced sample.count=100 out=samples.npz
     accelerate launch -m zoo.cli sample sample.model=PIXART sample.prompts=captions.txt sample.size=512 out=FOLDER
     zoo sample sample.model=runs/wan_mhla/transformer_ema sample.base=Wan-AI/Wan2.1-T2V-1.3B-Diffusers \\
         sample.prompts=captions.txt sample.size=480 sample.width=832 sample.frames=81 out=VIDEOS

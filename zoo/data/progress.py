@@ -14,7 +14,8 @@ SECONDS_BETWEEN_LINES = 30.0
 def progress(
     items: Iterable[T], title: str, total: int | None = None, first: int = 0, status: Callable[[], str] = str
 ) -> Iterator[T]:
-    """Yield `items` and show progress on standard error: a bar on a terminal, else a line every 30 seconds.
+    """Yield `items` and show progress on standard error: a bar on a terminal, else a line every 30 seconds. Both show
+    the time left if the total is known.
 
     first: number of items done earlier, which are counted too.  status: returns text to show, such as the loss.
     """
@@ -26,10 +27,13 @@ def progress(
                 yield item
                 bar.set_postfix_str(status(), refresh=False)
         return
-    last = time.monotonic()
+    last = start = time.monotonic()
     for done, item in enumerate(items, start=first + 1):
         yield item
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            count = f"{done}/{total}" if total else str(done)
-            print(", ".join(filter(None, [f"{title}: {count}", status()])), file=sys.stderr, flush=True)
+            count, left = str(done), ""
+            if total:
+                seconds = (last - start) / (done - first) * (total - done)
+                count, left = f"{done}/{total}", f"{tqdm.format_interval(seconds)} left"
+            print(", ".join(filter(None, [f"{title}: {count}", status(), left])), file=sys.stderr, flush=True)

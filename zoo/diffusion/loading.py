@@ -120,7 +120,7 @@ def load_transformer(
         raise unknown_name("model class", name, _classes(ModelMixin, "Transformer2DModel"))
     if "3D" in name and class_named(name) is None:
         raise _unknown_video_model(name)
-    return read_folder(kind, place, **inside, torch_dtype=dtype)
+    return read_folder(kind, place, **inside, dtype=dtype)
 
 
 def notes_of(checkpoint: str) -> Tree:
@@ -158,7 +158,7 @@ def _load_pipeline(
     # not DiffusionPipeline, which in diffusers 0.42 ignores given components that are optional (Wan's transformer)
     family = family_of_pipeline(name)
     dtypes = {"vae": family.vae_dtype, "default": dtype} if family and family.vae_dtype else dtype
-    pipe = read_folder(kind, where, torch_dtype=dtypes, **parts).to(device)
+    pipe = read_folder(kind, where, dtype=dtypes, **parts).to(device)
     pipe.set_progress_bar_config(disable=True)
     if not {"transformer", "unet"} & set(pipe.components):
         raise ValueError(f"{name} has neither a transformer nor a U-Net, so it cannot be sampled here")

@@ -86,7 +86,7 @@ class Report:
 
 def convert(
     model: "nn.Module | DiffusionPipeline",
-    mixer: str = "la",
+    mixer: str,
     *,
     layers: Layers = None,
     keep_softmax: Keep = None,
@@ -197,7 +197,8 @@ def _plan(
             added = sum(p.numel() for p in mixer.parameters())
             rows.append(LayerReport(name, old, mixer.name, inherited, added, blocks=mixer.layout))
         else:
-            reason = "kept by keep_softmax" if name in kept else "not selected by layers"
+            by = "kept by keep_softmax" if old == "softmax" else f"kept as {old} by keep_softmax"
+            reason = by if name in kept else "not selected by layers"
             rows.append(LayerReport(name, old, old, inherited, 0, reason))
     for name, reason in backbone.skipped_layers(model).items():
         rows.append(LayerReport(name, "softmax", "softmax", _count(model.get_submodule(name)), 0, reason))

@@ -199,9 +199,9 @@ def test_padded_keys_are_not_read(mixer):
 
 def test_wrapped_models_are_named():
     with pytest.raises(ValueError, match="pass its submodule 'module'"):
-        zoo.convert(torch.nn.DataParallel(host("dit")))
+        zoo.convert(torch.nn.DataParallel(host("dit")), "la")
     with pytest.raises(ValueError, match="pass its submodule '_orig_mod'"):
-        zoo.convert(torch.compile(host("dit")))
+        zoo.convert(torch.compile(host("dit")), "la")
 
 
 def test_checkpointing_survives_conversion():

@@ -85,7 +85,7 @@ def test_other_denoisers_are_refused(kind):
     )
     thing = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()) if kind == "pipeline" else unet
     with pytest.raises(ValueError, match=r"cannot convert UNet2DModel.*Supported: .*DiTTransformer2DModel, Flux"):
-        zoo.convert(thing)
+        zoo.convert(thing, "la")
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "transformer"])

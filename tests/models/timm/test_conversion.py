@@ -128,6 +128,7 @@ def test_the_report_says_what_happened(capsys):
     assert [row.new for row in report.rows[:4]] == ["softmax", "ahla", "ahla", "softmax"]
     assert [row.layer for row in report.swapped] == ["blocks.1.attn", "blocks.2.attn"]
     assert report.skipped[0].reason == "kept by keep_softmax"
+    assert zoo.convert(model, "la", keep_softmax=[1]).skipped[0].reason == "kept as ahla by keep_softmax"
     assert "pooling attention" in report.skipped[-1].reason and report.skipped[-1].layer == "attn_pool"
     assert report.added == 2 * (32 * 32 + 32 + 2 * 2)  # gates, and exponents of the two heads of q and k
     assert report.rows[1].kept == 4 * 32 * 32 + 4 * 32
@@ -246,7 +247,7 @@ def test_heads_too_wide_for_the_kernels_change_nothing():
 @pytest.mark.parametrize("thing", [None, "vit_tiny_patch16_224", 3])
 def test_only_models_are_converted(thing):
     with pytest.raises(ValueError, match=r"convert takes a model, an nn\.Module such as timm\.create_model makes, got"):
-        zoo.convert(thing)
+        zoo.convert(thing, "la")
 
 
 def test_the_record_is_a_copy_and_plain():
@@ -293,18 +294,18 @@ def test_refused_families_say_why(name):
     with torch.device("meta"):
         model = timm.create_model(name)
     with pytest.raises(ValueError, match=REFUSED[name]):
-        zoo.convert(model)
+        zoo.convert(model, "la")
 
 
 def test_other_attention_in_a_known_family_is_refused():
     with pytest.raises(ValueError, match="cannot convert attention of type DiffAttention"):
-        zoo.convert(tiny("vit_dlittle_patch16_reg1_gap_256"))
+        zoo.convert(tiny("vit_dlittle_patch16_reg1_gap_256"), "la")
 
 
 def test_wrapped_models_are_named():
     wrapper = timm.create_model("vit_tiny_patch16_224", features_only=True, img_size=64)
     with pytest.raises(ValueError, match="pass its submodule 'model'"):
-        zoo.convert(wrapper)
+        zoo.convert(wrapper, "la")
 
 
 def test_a_mask_needs_softmax():

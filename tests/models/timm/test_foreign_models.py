@@ -31,10 +31,10 @@ def test_the_twin_is_named_and_exists():
     for name, model in models().items():
         assert timm.is_model(name)
         with pytest.raises(ValueError, match=f"only models of timm and diffusers.*'{name}'"):
-            zoo.convert(model)
+            zoo.convert(model, "la")
 
 
 def test_an_unusual_size_names_no_twin():
     model = torchvision.models.VisionTransformer(32, 8, 1, 2, 24, 8)
     with pytest.raises(ValueError, match=r"only models of timm and diffusers.*list_models"):
-        zoo.convert(model)
+        zoo.convert(model, "la")

@@ -122,7 +122,7 @@ def test_inspection_counts_the_tokens_of_each_stage(host):
 
 def test_models_without_attention_are_refused():
     with pytest.raises(ValueError, match="cannot convert this MetaFormer: it has no attention"):
-        zoo.convert(MetaFormer(**NARROW, token_mixers=SepConv))
+        zoo.convert(MetaFormer(**NARROW, token_mixers=SepConv), "la")
 
 
 def test_vlt_names():

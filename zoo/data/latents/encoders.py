@@ -29,7 +29,7 @@ def load_vae(where: str) -> ModelMixin:
             reason = str(error).splitlines()[0]
             continue
         if name.startswith("Autoencoder"):
-            vae = getattr(diffusers, name).from_pretrained(where, **more, torch_dtype=torch.float32)
+            vae = getattr(diffusers, name).from_pretrained(where, **more, dtype=torch.float32)
             return vae.eval().requires_grad_(False)
         reason = f"it holds a {name}"
     raise ValueError(f"there is no VAE {where!r}: {reason}")

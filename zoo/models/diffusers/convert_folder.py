@@ -1,6 +1,5 @@
 """Conversion of diffusers folders: a pipeline or a transformer, local or on the hub."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from zoo.errors import unknown_name
 from zoo.files import replacing_folder, sweep
+from zoo.io import write_json
 from zoo.models.convert import Report, swap
 from zoo.models.diffusers.families import ANY_MODEL, FAMILIES, class_named
 from zoo.models.diffusers.reading import in_run, read_config, read_folder
@@ -41,7 +41,7 @@ def convert_folder(source: str, out: Path, mixer: str, precision: str = "fp32", 
         for other in _folders(source):
             if not (folder / other.name).exists():
                 shutil.copytree(other, folder / other.name)
-        (folder / REPORT).write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+        write_json(report.to_dict(), folder / REPORT)
     return report
 
 
@@ -68,7 +68,7 @@ def load_folder(source: str, dtype: torch.dtype = torch.float32) -> ModelMixin |
     """
     source = in_run(source)
     if (read_config(DiffusionPipeline, source) or {}).get("_class_name"):
-        return read_folder(DiffusionPipeline, source, torch_dtype=dtype)
+        return read_folder(DiffusionPipeline, source, dtype=dtype)
     name = (read_config(ANY_MODEL, source) or {}).get("_class_name", "")
     if not name:
         raise ValueError(
@@ -78,4 +78,4 @@ def load_folder(source: str, dtype: torch.dtype = torch.float32) -> ModelMixin |
     kind = class_named(name) or getattr(diffusers, name, None)
     if kind is None:
         raise unknown_name("model class", name, [f.host.__name__ for f in FAMILIES])
-    return read_folder(kind, source, torch_dtype=dtype)
+    return read_folder(kind, source, dtype=dtype)
