@@ -14,7 +14,7 @@
 Rows are added to the result file as they are measured; then the table is printed and the figure drawn. fidelity:
 trained softmax classifiers with adaptive multipole attention, without training. host: host time of eager calls, and
 first calls of a new process. arena: small tasks, trained from scratch. scaling: one sample, or one batch, on several
-GPUs. quality: one train_vit.py run (arguments with a dot) for several mixers and seeds, or their conversion with
+GPUs. quality: one training run (arguments with a dot) for several mixers and seeds, or their conversion with
 recipe=RECIPE.yaml. Rerun to resume. To split a quality table, give each process its own `json=` and join the files with
 `quality merge=[A.json,B.json] json=ALL.json`.
 """

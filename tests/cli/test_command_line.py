@@ -56,7 +56,7 @@ for a, b in ((model, again), (average.module, its_average.module)):
     assert all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values()))
 print("resumed at epoch", epoch)
 """
-TOOLS = ["train_vit", "convert", "evaluate_imagenet", "timm_run", "demo", "benchmark", "finetune_video"]
+TOOLS = ["train_vit", "convert", "evaluate_imagenet", "timm_run", "demo", "benchmark", "finetune_dit"]
 
 
 @pytest.mark.parametrize("name", TOOLS)

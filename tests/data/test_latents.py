@@ -5,7 +5,7 @@ import json
 import datasets
 import diffusers
 import extract_latents
-import finetune_t2i
+import finetune_dit
 import numpy as np
 import pytest
 import sample
@@ -269,10 +269,10 @@ def test_sd3_from_images_to_samples(captioned, vae, tmp_path):
     steps = ["schedule.steps=2", "sample.count=2", "sample.steps=2", "optim.ema=0.5", f"run.folder={run}"]
     model = [f"model.checkpoint={pipeline}", "model.mixer=la", "distill.teacher=source", "distill.attention=0.5"]
     words = [*(f"data.{word}" for word in data), *steps, *model]
-    status, out, err = run_fork("tools/finetune_t2i.py", "--dry-run", *words)
+    status, out, err = run_fork("tools/finetune_dit.py", "--dry-run", *words)
     assert status == 0, err
     assert json.loads(out.splitlines()[-1])["step"] == 1
-    assert finetune_t2i.main(words)["step"] == 2
+    assert finetune_dit.main(words)["step"] == 2
     tuned = run / "transformer_ema"
     assert diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tuned / "scheduler").config.shift == 2.5
     (tmp_path / "prompts.txt").write_text("a photo of cat\na photo of dog\n")

@@ -184,7 +184,7 @@ def test_the_transformer_is_called_as_by_the_pipeline(tmp_path, pipe, latents):
 
 
 def test_a_converted_ltx_is_trained_and_sampled(tmp_path, pipe, latents):
-    import finetune_video
+    import finetune_dit
 
     from tests.helpers.runs import ROOT
 
@@ -193,7 +193,7 @@ def test_a_converted_ltx_is_trained_and_sampled(tmp_path, pipe, latents):
     ends = ["run.eval_steps=20", "run.checkpoint_steps=20", "sample.every=20", "sample.count=2", "sample.steps=2"]
     mixer = ["model.mixer=mhla", f"model.checkpoint={pipe}", f"run.folder={tmp_path}/run", "run.precision=fp32"]
     # blocks recomputed in the backward pass, softmax in each third, both teachers
-    result = finetune_video.main([f"{ROOT}/configs/video/wan_1.3b_hybrid.yaml", *data, *steps, *ends, *mixer])
+    result = finetune_dit.main([f"{ROOT}/configs/video/wan_1.3b_hybrid.yaml", *data, *steps, *ends, *mixer])
     assert result["model"] == "HLALTXVideoTransformer3DModel with the mixer mhla"
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     found = [row["attention"] for row in rows if row["kind"] == "train"]

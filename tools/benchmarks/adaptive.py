@@ -61,6 +61,7 @@ SHAPES = {
     "wan720p": Shape(1, 40, 128, (21, 45, 80), 0.0625, (9.0, None)),
 }
 IMPLS = ("ours", "sdpa_cudnn", "flex")
+FLEX_TILE = 128  # tokens per tile of flex, whose blocks cannot be small
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,6 @@ class AdaptiveSettings:
     q_tiles: tokens per query tile (ours)
     k_tiles: tokens per key tile (ours)
     density: fraction of exact key tiles; 0 for the default of each shape
-    flex_tile: tokens per tile of flex, whose blocks cannot be small
     workers: number of processes that compile and check in parallel
     json: result file to add to
     """
@@ -84,7 +84,6 @@ class AdaptiveSettings:
     q_tiles: list[int] = field(default_factory=lambda: [64])
     k_tiles: list[int] = field(default_factory=lambda: [16])
     density: float = 0.0
-    flex_tile: int = 128
     workers: int = 16
     json: str = "docs/results/adaptive-h200.json"
 
@@ -126,7 +125,7 @@ def cases(s: AdaptiveSettings) -> list[Case]:
             if impl == "sdpa_cudnn":
                 out.append(Case(name, impl, {}))
             elif impl == "flex":
-                out.append(Case(name, impl, {**shared, "q_tile": s.flex_tile, "k_tile": s.flex_tile}))
+                out.append(Case(name, impl, {**shared, "q_tile": FLEX_TILE, "k_tile": FLEX_TILE}))
             else:
                 tiles = [{"q_tile": q, "k_tile": k} for q in s.q_tiles for k in s.k_tiles]
                 out += [Case(name, impl, {**shared, "select": one, **t}) for one in s.selects for t in tiles]

@@ -38,7 +38,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
     ("tool", "sections", "keep"),
     [
         ("finetune_dit.py", {"objective": {"kind": "ddpm"}}, []),
-        ("finetune_video.py", {"model": WAN, "data": CLIPS, "objective": {"kind": "flow"}}, "every:2"),
+        ("finetune_dit.py", {"model": WAN, "data": CLIPS, "objective": {"kind": "flow"}}, "every:2"),
     ],
 )
 def test_sigkill_and_resume_is_bit_identical(tmp_path, tool, sections, keep):

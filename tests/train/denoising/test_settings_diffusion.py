@@ -141,11 +141,11 @@ def test_a_folder_that_is_no_transformer(saved, tmp_path):
 def test_the_tool_says_one_sentence():
     status, _, err = run_fork("tools/finetune_dit.py", "data.sorce=digits")
     assert status == 2 and err.strip().splitlines()[-1].startswith("error: unknown configuration key 'data.sorce'")
-    status, out, _ = run_fork("tools/finetune_t2i.py", "--help")
+    status, out, _ = run_fork("tools/finetune_dit.py", "--help")
     assert status == 0 and "objective.kind" in out and "--dry-run" in out
     sizes = "model.kwargs={num_layers: 1, num_attention_heads: 1, attention_head_dim: 8, cross_attention_dim: 8}"
     words = ("model.kind=pixart", "data.source=digits", "data.img_size=8", sizes)
-    status, _, err = run_fork("tools/finetune_t2i.py", *words)
+    status, _, err = run_fork("tools/finetune_dit.py", *words)
     assert status == 2 and "is a model of prompts, but the data has 10 classes" in err
 
 

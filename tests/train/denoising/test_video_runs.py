@@ -24,11 +24,11 @@ from zoo.train.metrics_log import read_rows
 @pytest.fixture(scope="module")
 def pixel_run(tmp_path_factory):
     """A softmax run on the pixels of moving digits, by the tool and its shipped configuration, made tiny."""
-    import finetune_video
+    import finetune_dit
 
     folder = tmp_path_factory.mktemp("run")
     changes = config.merge(PIXELS, {"run": {"folder": str(folder)}})
-    result = finetune_video.main(
+    result = finetune_dit.main(
         [f"{ROOT}/configs/video/moving_digits.yaml", *words(changes), "schedule.warmup_steps=0"]
     )
     assert result["step"] == 6 and result["model"] == "WanTransformer3DModel"
@@ -100,18 +100,18 @@ def test_a_pixel_run_is_converted_learns_from_its_teacher_and_continues(pixel_ru
 
 def test_moving_digits_are_learned_and_survive_conversion(tmp_path):
     """The shipped configurations, shortened to seconds; a constant prediction has a loss of about 1.2."""
-    import finetune_video
+    import finetune_dit
 
     short = ["data.clips=100", "data.batch_size=8", "data.val_images=16", "sample.every=0", "optim.ema=0.9"]
     scratch = ["model.kwargs.num_layers=2", "schedule.steps=80", "schedule.warmup_steps=5", "optim.lr=3e-3"]
     folder = [f"run.folder={tmp_path}/softmax", "run.checkpoint_steps=80"]
-    softmax = finetune_video.main([f"{ROOT}/configs/video/moving_digits.yaml", *short, *scratch, *folder])
+    softmax = finetune_dit.main([f"{ROOT}/configs/video/moving_digits.yaml", *short, *scratch, *folder])
     assert softmax["ema_val_loss"] < 0.6
     model = [f"model.checkpoint={tmp_path}/softmax", "model.kwargs={}", "model.keep_softmax=[]", "optim.lr=1e-3"]
     steps = ["schedule.steps=20", "schedule.warmup_steps=2", "run.checkpoint_steps=20", f"run.folder={tmp_path}/ahla"]
     file, own = f"{ROOT}/configs/video/moving_digits_finetune.yaml", [*short, *model, *steps]
     untuned = config.load(DiffusionSettings, file, [*own, f"run.folder={tmp_path}/x"])
-    before, after = DiffusionRun(untuned).evaluate()["val_loss"], finetune_video.main([file, *own])["ema_val_loss"]
+    before, after = DiffusionRun(untuned).evaluate()["val_loss"], finetune_dit.main([file, *own])["ema_val_loss"]
     assert after < 0.97 * before and after < 1.02 * softmax["ema_val_loss"]
 
 
@@ -158,7 +158,7 @@ def test_blocks_are_chosen_for_the_clips(tmp_path):
 
 def test_mp4_to_latents_to_a_converted_wan_to_mp4(tmp_path):
     import extract_latents
-    import finetune_video
+    import finetune_dit
 
     pipe = tiny_pipeline(tmp_path / "wan")
     for part, count in (("train", 6), ("val", 3)):
@@ -175,7 +175,7 @@ def test_mp4_to_latents_to_a_converted_wan_to_mp4(tmp_path):
         "sample": {"every": 2, "count": 2, "steps": 1},
         "run": {"folder": folder, "precision": "fp32", "eval_steps": 2, "checkpoint_steps": 2},
     })  # fmt: skip
-    finetune_video.main([f"{ROOT}/configs/video/wan_1.3b_hybrid.yaml", *changes])  # checkpointing, both teachers
+    finetune_dit.main([f"{ROOT}/configs/video/wan_1.3b_hybrid.yaml", *changes])  # checkpointing, both teachers
     (row,) = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "eval"]
     assert np.isfinite(row["val_loss"]) and (folder / "samples" / "step-00000002.mp4").is_file()
     (tmp_path / "prompts.txt").write_text("3\n7\n")
