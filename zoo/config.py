@@ -374,6 +374,7 @@ def command_line(main: Callable[[list[str]], object]) -> None:
     lack of memory are printed on one line, with exit status 2; Ctrl-C exits with status 130. Warnings are printed
     without the line of code that raised them."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.filterwarnings("ignore", message=".*`local_dir_use_symlinks`")  # diffusers passes it to huggingface_hub
     try:
         main(sys.argv[1:])
         sys.stdout.flush()

@@ -2,7 +2,7 @@
 
     zoo convert model.name=deit_small_patch16_224 model.pretrained=true model.mixer=multipole out=runs/deit
     zoo convert diffusers=facebook/DiT-XL-2-256 model.mixer=mhla model.keep_softmax=every:4 out=runs/dit
-    zoo convert recipe configs/recipes/digits_vit.yaml source=runs/digits_softmax out=runs/digits_recipe
+    zoo convert recipe recipes/digits_vit source=runs/digits_softmax out=runs/digits_recipe
 
 The source is one of:
     model.name=NAME: a timm model, with model.pretrained=true for its published weights

@@ -1,7 +1,7 @@
 """Train or fine-tune a diffusion transformer with softmax or any mixer, on images or videos.
 
-    zoo finetune-diffusion configs/dit/digits.yaml
-    zoo finetune-diffusion configs/dit/digits_finetune.yaml model.checkpoint=runs/digits_dit model.mixer=multipole
+    zoo finetune-diffusion dit/digits
+    zoo finetune-diffusion dit/digits_finetune model.checkpoint=runs/digits_dit model.mixer=multipole
     zoo finetune-diffusion video/moving_digits
     accelerate launch -m zoo.cli finetune-diffusion t2i/pixart_sigma data.train=LATENTS data.val=LATENTS
     accelerate launch -m zoo.cli finetune-diffusion video/wan_1.3b_hybrid data.train=LATENTS data.val=LATENTS

@@ -1,8 +1,8 @@
 """Train or fine-tune an image classifier with softmax or any mixer.
 
-    zoo train-classifier configs/vit/digits_softmax.yaml
-    zoo train-classifier configs/vit/digits_finetune.yaml model.checkpoint=runs/digits_softmax model.mixer=mhla
-    accelerate launch -m zoo.cli train-classifier configs/vit/imagenet_deit_small.yaml data.train=TRAIN data.val=VAL
+    zoo train-classifier vit/digits_softmax
+    zoo train-classifier vit/digits_finetune model.checkpoint=runs/digits_softmax model.mixer=mhla
+    accelerate launch -m zoo.cli train-classifier vit/imagenet_deit_small data.train=TRAIN data.val=VAL
 
 For several processes, start the command with `accelerate launch` (DDP, FSDP2 or DeepSpeed, see configs/accelerate) or
 `torchrun`. Resume an interrupted run with run.resume=true. `--dry-run` does every part of a run once, with a small

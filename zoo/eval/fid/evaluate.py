@@ -107,7 +107,7 @@ def _metadata(found: Extracted, reference: Statistics, extractor: Extractor, opt
     few = {name: n for name, n in counts.items() if n is not None and n < MIN_SAMPLES}
     if few:
         limit = f"the 1/n extrapolation in the samples is {line.limit:.4f}" if line else "too few for the extrapolation"
-        what = " and ".join(f"{n} {name} images" for name, n in few.items())
+        what = " and ".join(f"{n} images of the {name}" for name, n in few.items())
         biased = "the distance is biased upwards and comparable only at equal n"
         notes.append(f"{what}: under {MIN_SAMPLES}, {biased}; {limit}")
     scores["sfid"] = None
