@@ -37,6 +37,11 @@ def test_lists(capsys):
     assert "vit_mhla_tiny_patch16_224" in cli.main(["list", "models", "mhla", "tiny"])
     assert "vit/digits_softmax" in cli.main(["list", "configs", "digits"])
     assert "wan     WanTransformer3DModel" in cli.main(["list", "families"])
+    lines = cli.main(["list", "options", "flare"])
+    assert "  rank (int, default 64)" in lines and "number of learned latents per head" in "".join(lines)
+    assert len(cli.main(["list", "options"])) > len(lines)
+    with pytest.raises(ValueError, match="Did you mean 'flare'"):
+        cli.main(["list", "options", "flar"])
     with pytest.raises(ValueError, match="Did you mean 'configs'"):
         cli.main(["list", "config"])
 

@@ -33,7 +33,7 @@ COMMANDS = {
     "fid": Command("zoo.cli.fid", "FID and other scores of generated images."),
     "extract-latents": Command("zoo.cli.extract_latents", "Encode images, videos and prompts once, for training."),
     "benchmark": Command("zoo.cli.benchmark", "Speed and quality tables (needs a checkout of the project)."),
-    "list": Command("zoo.cli.listing", "Names of mixers, models, families and shipped configurations."),
+    "list": Command("zoo.cli.listing", "Names of mixers and their options, models, families, configurations."),
 }
 
 

@@ -1,10 +1,11 @@
 """List the names of mixers, models and configurations.
 
-zoo list              this help
-zoo list mixers       mixers, with a description
-zoo list models       registered timm models with mixers
-zoo list families     families of diffusers transformers that convert, with their classes
-zoo list configs      shipped configurations
+zoo list                this help
+zoo list mixers         mixers, with a description
+zoo list options MIXER  options of a mixer, with type, default and meaning
+zoo list models         registered timm models with mixers
+zoo list families       families of diffusers transformers that convert, with their classes
+zoo list configs        shipped configurations
 """
 
 import inspect
@@ -16,6 +17,7 @@ from timm.models import model_entrypoint
 from zoo.config import shipped_configs
 from zoo.errors import unknown_name
 from zoo.mixers import MIXERS
+from zoo.mixers.help import options_help
 from zoo.models.diffusers.families import FAMILIES
 
 
@@ -41,17 +43,20 @@ def configs() -> list[str]:
 
 
 KINDS: dict[str, Callable[[], list[str]]] = {kind.__name__: kind for kind in (mixers, models, families, configs)}
-USAGE = f"usage: zoo list {'|'.join(KINDS)} [PATTERN]"
+USAGE = f"usage: zoo list {'|'.join(KINDS)} [PATTERN] | zoo list options [MIXER]"
 
 
 def main(words: list[str]) -> list[str]:
-    """Print the names of a kind (first word) that contain all other words. Returns the lines; raises ValueError for an
-    unknown kind."""
+    """Print the names of a kind (first word) that contain all other words, or the options of mixers. Returns the lines;
+    raises ValueError for an unknown kind or mixer."""
     if not words or words[0] in ("-h", "--help"):
         print(__doc__, USAGE, sep="\n")
         return []
-    if words[0] not in KINDS:
-        raise unknown_name("kind of names", words[0], KINDS)
-    lines = [line for line in KINDS[words[0]]() if all(word in line for word in words[1:])]
+    if words[0] == "options":
+        lines = [line for mixer in words[1:] or MIXERS for line in options_help(mixer)]
+    elif words[0] in KINDS:
+        lines = [line for line in KINDS[words[0]]() if all(word in line for word in words[1:])]
+    else:
+        raise unknown_name("kind of names", words[0], [*KINDS, "options"])
     print("\n".join(lines))
     return lines

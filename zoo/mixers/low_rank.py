@@ -27,8 +27,7 @@ DEFAULT_SIDE = 16  # tokens per axis for which `linformer` stores weights if the
 class RankOptions(LocalOptions):
     """Options of `performer` and `rfa`. Raises ValueError for a value that is not allowed.
 
-    rank: number of random features (performer, rfa), learned latents (flare), weighted means of the keys and values
-      (linformer) or means of successive tokens (nystrom)
+    rank: number of random features
     """
 
     rank: int = 64

@@ -29,7 +29,7 @@ class RecipeSettings:
     changes: section.key=value overrides of this configuration, except the keys that the recipe sets (mixer, checkpoint
       and teacher; the teacher is the source)
     mixer: attention mixer to convert to, one of those listed below
-    mixer_options: options of the mixer, listed below; gains=true is added, which calibration needs
+    mixer_options: options of the mixer (`zoo list options MIXER`); gains=true is added, which calibration needs
     keep_softmax: blocks that keep softmax attention: indices, `every:3` for every third block, or `auto:2` for the two
       most sensitive ones, by measurement
     inputs: number of training images (noisy images for diffusion) for calibration
