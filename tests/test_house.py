@@ -27,7 +27,7 @@ MAY_IMPORT = {
 }
 
 LAYERS = (  # of zoo, lowest first: a package may import those of the lines above its own
-    ("errors", "files", "io", "plotting", "precision", "config", "ranges", "grid", "timer"),
+    ("errors", "files", "io", "plotting", "precision", "config", "ranges", "grid", "progress"),
     ("mixers",),
     ("models",),
     ("conversion", "data"),

@@ -17,7 +17,7 @@ import yaml
 
 from tests.campaign.harness import TABLES, Result, call, succeed
 from zoo.config import merge
-from zoo.timer import MEASURED
+from zoo.progress import MEASURED
 from zoo.train.metrics_log import read_rows
 
 Tree = dict[str, Any]

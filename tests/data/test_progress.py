@@ -7,9 +7,9 @@ import time
 import torch
 
 from tests.helpers.runs import tiny
+from zoo import progress as module
 from zoo.data import BatchPlan
-from zoo.data import progress as module
-from zoo.data.progress import progress
+from zoo.progress import progress
 from zoo.train.classification import ClassificationRun
 from zoo.train.denoising.data import open_samples
 from zoo.train.denoising.settings import DiffusionDataSettings

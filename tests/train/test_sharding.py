@@ -18,7 +18,7 @@ from tests.forks import finish, start_two
 from tests.helpers.runs import TINY, tiny
 from zoo import config
 from zoo.diffusion.loading import load_transformer
-from zoo.timer import MEASURED
+from zoo.progress import MEASURED
 from zoo.train import distributed
 from zoo.train.checkpoint import list_checkpoints
 from zoo.train.denoising.run import DiffusionRun

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arena.model import Network
 from arena.tasks import IGNORED, Task
-from zoo.data.progress import progress
+from zoo.progress import progress
 
 HELD_OUT = 10**6  # seed of the test examples
 WARMUP = 0.1  # fraction of the steps

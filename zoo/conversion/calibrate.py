@@ -18,6 +18,7 @@ from zoo.mixers import build_mixer
 from zoo.mixers.taylor2 import Taylor2
 from zoo.models.convert import backbone_of
 from zoo.models.timm.attention import Site
+from zoo.progress import progress
 
 FP16_MAX = 65504.0  # largest float16 number
 
@@ -66,7 +67,7 @@ def calibrate(student: nn.Module, teacher: nn.Module, inputs: Iterable[Inputs]) 
     if narrow:
         _set_projections(pair, narrow, batches)
     layers = {name: _LayerFit(name, pair.layers[name], terms[name]) for name in terms}
-    for batch in batches:
+    for batch in progress(batches, "calibration"):
         calls = pair.calls(batch)[1]
         for name, layer in layers.items():
             layer.add(calls[name])

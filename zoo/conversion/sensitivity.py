@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zoo.conversion.distill import relative_distance
 from zoo.conversion.hooks import Inputs, TeacherStudent, forward, replace_layers
+from zoo.progress import progress
 
 REPEATS = 5  # timed repetitions; the median is used
 
@@ -72,7 +73,7 @@ def sensitivities(
     pair = TeacherStudent(teacher, student)
     outputs = [pair.calls(batch)[0] for batch in inputs]
     rows = []
-    for name, layer in pair.layers.items():
+    for name, layer in progress(pair.layers.items(), "sensitivity of layers", len(pair.layers)):
         with replace_layers(teacher, {name: layer}):
             distances = [output_distance(forward(teacher, x), y) for x, y in zip(inputs, outputs, strict=True)]
         distance = sum(distances) / len(distances)
@@ -151,19 +152,16 @@ def choices(
     pair = TeacherStudent(teacher, student)
     outputs = [pair.calls(batch)[0] for batch in inputs]
     times = {row.layer: row for row in rows}
-    found: dict[frozenset[str], Choice] = {}
-    for order in (by_distance(rows), ranking(rows)):
-        for n in counts(len(order)):
-            kept = frozenset(order[:n])
-            if kept in found:
-                continue
-            with replace_layers(teacher, {k: m for k, m in pair.layers.items() if k not in kept}):
-                ours = [forward(teacher, x) for x in inputs]
-            ms = sum(r.softmax_ms if name in kept else r.mixer_ms for name, r in times.items())
-            distances = [output_distance(a, b) for a, b in zip(ours, outputs, strict=True)]
-            names = [name for name in times if name in kept]
-            found[kept] = Choice(names, sum(distances) / len(distances), _agreement(ours, outputs), ms)
-    return sorted(found.values(), key=lambda c: len(c.kept))
+    orders, found = (by_distance(rows), ranking(rows)), []
+    candidates = dict.fromkeys(frozenset(order[:n]) for order in orders for n in counts(len(order)))
+    for kept in progress(candidates, "choices of softmax layers"):
+        with replace_layers(teacher, {k: m for k, m in pair.layers.items() if k not in kept}):
+            ours = [forward(teacher, x) for x in inputs]
+        ms = sum(r.softmax_ms if name in kept else r.mixer_ms for name, r in times.items())
+        distances = [output_distance(a, b) for a, b in zip(ours, outputs, strict=True)]
+        names = [name for name in times if name in kept]
+        found.append(Choice(names, sum(distances) / len(distances), _agreement(ours, outputs), ms))
+    return sorted(found, key=lambda c: len(c.kept))
 
 
 def _agreement(ours: list[Tensor], theirs: list[Tensor]) -> float | None:

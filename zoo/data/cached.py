@@ -13,10 +13,10 @@ from torch import Tensor
 from zoo.data.batch import Batch
 from zoo.data.loader import ImageDataset, Loader
 from zoo.data.plan import BatchPlan, Key
-from zoo.data.progress import progress
 from zoo.data.settings import AugmentSettings
 from zoo.data.sources import Source
 from zoo.data.transforms import InputSpec, eval_transform
+from zoo.progress import progress
 
 DECODE_BATCH = 256
 RATIOS = 3 / 4, 4 / 3  # range of the aspect ratio of a resized crop, as in torchvision

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from zoo.data import CachedImages, InputSpec, LoadedImages, Source, check_unreadable, open_source, validation_source
-from zoo.data.progress import progress
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.eval.accuracy import Predictions, predict
 from zoo.eval.imagenet_labels import image_number, load_real_labels, numeric_classes, real_accuracy
@@ -19,6 +18,7 @@ from zoo.eval.results import ResultRow, csv_row
 from zoo.eval.settings import EvalSettings
 from zoo.models.timm.model_files import Recipe, build_host, load_model, timm_classes
 from zoo.precision import autocast
+from zoo.progress import progress
 
 LOCAL = "local-dir:"  # timm's prefix of folder names
 

@@ -7,7 +7,6 @@ import torch
 from diffusers import SchedulerMixin
 
 from zoo.config import Tree
-from zoo.data.progress import progress
 from zoo.diffusion.density import DensitySchedule, ScheduledSampler
 from zoo.diffusion.loading import LoadedModel, compile_blocks, open_model, open_scheduler
 from zoo.diffusion.samplers import ClassSampler, Sampler, TextSampler
@@ -16,7 +15,7 @@ from zoo.eval.fid.features import processes
 from zoo.eval.sample_settings import SampleOptions, SampleSettings
 from zoo.eval.sample_writers import Mp4Folder, open_output
 from zoo.io import environment
-from zoo.timer import Timer
+from zoo.progress import Timer, progress
 
 IRRELEVANT_KEYS = ("count", "batch_size", "device")  # options that do not change images
 

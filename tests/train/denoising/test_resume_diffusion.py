@@ -15,7 +15,7 @@ from tests.helpers.runs import wait_for_step
 from tests.helpers.tiny_runs import tiny, tree
 from tests.helpers.tiny_video import SIZES
 from zoo import config
-from zoo.timer import MEASURED
+from zoo.progress import MEASURED
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.metrics_log import read_rows

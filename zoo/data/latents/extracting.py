@@ -28,11 +28,11 @@ from zoo.data.latents.encoders import (
 from zoo.data.latents.manifest import Manifest, Writer
 from zoo.data.latents.settings import VIDEOS, EncodeSettings, ExtractSettings, ImageSettings
 from zoo.data.loader import Loader
-from zoo.data.progress import progress
 from zoo.data.sources import load_rows, open_source, undecoded
 from zoo.data.transforms import center_crop
 from zoo.data.video.clips import Clips, ClipShape
 from zoo.data.video.digits import MovingDigits
+from zoo.progress import progress
 
 if TYPE_CHECKING:
     import datasets

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
 
-from zoo.data.progress import progress
 from zoo.eval.fid.extractors import Extractor, Features
 from zoo.eval.fid.images import ImageSet, Numbered, refuse_mixed_sizes
 from zoo.eval.fid.statistics import Moments, Statistics
+from zoo.progress import progress
 
 SUBSET_SEED = 0  # seed of the random subset of images whose features are kept
 

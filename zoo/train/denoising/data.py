@@ -16,11 +16,11 @@ from zoo.data.latents import Latents
 from zoo.data.latents.encoders import IMAGE_LATENTS, IMAGE_TOKENS
 from zoo.data.latents.reading import LABELS, DiffusionBatch
 from zoo.data.latents.settings import VIDEOS
-from zoo.data.progress import progress
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.data.video.clips import Clips, ClipShape, NumberedClips
 from zoo.data.video.digits import MovingDigits
 from zoo.diffusion.samplers import to_uint8
+from zoo.progress import progress
 from zoo.train.denoising.settings import DiffusionDataSettings
 
 
