@@ -37,8 +37,8 @@ CASES = [
     (70, 4, 2, 24, 16, "ratio", (0.9, 0.6, 1.0, 0.05)),
     (70, 4, 2, 8, 16, "pair", (0.9, 0.8)),
     (200, 2, 2, 40, 16, "relu", ()),
-    (600, 2, 1, 16, 16, "ratio", (0.99, 0.95)),
-    (600, 1, 1, 24, 40, "plain", (0.98,)),
+    (333, 2, 1, 16, 16, "ratio", (0.99, 0.95)),
+    (333, 1, 1, 24, 40, "plain", (0.98,)),
     (210, 2, 1, 16, 24, "frames", ()),
     (150, 2, 2, 24, 16, "frame ratio", ()),
     (210, 2, 1, 16, 24, "frames", (0.9, 0.3)),
@@ -285,18 +285,19 @@ def interpreted(op: str) -> None:
         assert max(found[:4]) <= 3e-3, (case, found)
     operator.in_tf32 = launch.in_tf32 = lambda dtype: False
     for case in CASES if op == "hla2" else CASES[:-1]:  # the last one is hla2's decay rule
-        batch = 2 if case[0] < 500 else 1  # which has as many programs per head
+        batch = 2 if case[0] < 300 else 1  # which has as many programs per head
         given = setting(case, torch.float32, "cpu", batch=batch)
         with pytest.MonkeyPatch.context() as patch:
             poison(patch)
             patch.setattr(plan, "PROGRAMS", 6 * batch)
             found, several = errors(op, *given)
         assert max(found) <= 3e-5, (case, found)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan, "PROGRAMS", 1)
-            one = grads(run, op, *given)
-        whole = [l2_error(a, b.double()) for a, b in zip(several, one, strict=True)]
-        assert max(whole) <= 3e-5, (case, whole)
+        if case[0] > plan.SEGMENT * plan.CHUNK and "frame" not in given[3]:  # several segments, which can be one
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(plan, "PROGRAMS", 1)
+                one = grads(run, op, *given)
+            whole = [l2_error(a, b.double()) for a, b in zip(several, one, strict=True)]
+            assert max(whole) <= 3e-5, (case, whole)
         if case in PIECES:
             with pytest.MonkeyPatch.context() as patch:
                 poison(patch)

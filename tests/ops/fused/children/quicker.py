@@ -1,12 +1,26 @@
-"""Triton's interpreter in about half the time, and with products in TF32."""
+"""Triton's interpreter in about a third of the time, and with products in TF32."""
 
 from __future__ import annotations
+
+import functools
+from dataclasses import replace
 
 import numpy as np
 from triton.runtime import interpreter
 
 
 def interpret_quicker() -> None:
+    """Leave out what a launch computes anew or for nothing."""
+    _patch_once()
+    # what it finds of integers that overflow is dropped
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    numpy_type = functools.cache(interpreter._get_np_dtype)  # of a scalar: it makes a table of all types
+    address = np.dtype(np.uint64)
+    interpreter._get_np_dtype = lambda kind: address if kind.scalar.is_ptr() else numpy_type(kind.scalar)
+
+
+def _patch_once() -> None:
     """It patches the language for a launch, and again for every call of a device function: in this process, that for
     the first function of each module alone."""
     original, modules = interpreter._patch_lang, set[int]()
