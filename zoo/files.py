@@ -35,6 +35,12 @@ def replacing(file: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def is_missing_run(path: str | Path) -> bool:
+    """Whether `path` does not exist and is no name on the hub, since it is in `runs` or in a folder that holds runs."""
+    path = Path(path)
+    return not path.exists() and (path.parts[:1] == ("runs",) or any(path.parent.glob("*/config.yaml")))
+
+
 @contextlib.contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Context with an empty temporary folder that replaces `folder`, with all its files, at the end.

@@ -137,6 +137,7 @@ def test_of_many_names_the_nearest_are_listed():
             "goes with mixer, mixer_options",
         ),
         ("evaluate_imagenet", ["data.source=folder", "eval.models=[a]"], "there is no checkpoint a"),
+        ("evaluate_imagenet", ["eval.models=[vit_tiny_patch16_22]"], "Did you mean 'vit_tiny_patch16_224'"),
         ("demo", ["epoch=3"], "Did you mean 'epochs'"),
         ("demo", ["mixers=[la,banana]", "out={tmp}/demo"], "unknown mixer 'banana'"),
         ("extract_latents", ["images.source=digits", "images.where=banana"], "unknown images.where 'banana'"),

@@ -36,6 +36,8 @@ def test_lists(capsys):
     assert any(line.startswith("mhla ") for line in cli.main(["list", "mixers"]))
     assert "vit_mhla_tiny_patch16_224" in cli.main(["list", "models", "mhla", "tiny"])
     assert "vit/digits_softmax" in cli.main(["list", "configs", "digits"])
+    with pytest.raises(ValueError, match="none of the models contains mhla and banana"):
+        cli.main(["list", "models", "mhla", "banana"])
     assert "wan     WanTransformer3DModel" in cli.main(["list", "families"])
     lines = cli.main(["list", "options", "flare"])
     assert "  rank (int, default 64)" in lines and "number of learned latents per head" in "".join(lines)

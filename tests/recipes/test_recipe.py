@@ -232,6 +232,7 @@ def test_a_recipe_of_a_denoiser_with_multipole_is_killed_and_goes_on(denoiser_so
     [
         (["finetune=x.yaml"], r"missing required option source=RUN_FOLDER"),
         (["source=owner/nowhere"], r"missing required option finetune"),
+        (["source=runs/nowhere", "finetune=x.yaml"], r"there is no run runs/nowhere: train the source first"),
         (["source=nowhere", "finetune=x.yaml"], r"the source nowhere is neither a folder nor a model"),
         (["stages=[calibrat]"], r"Did you mean 'calibrate'"),
         (["keep_softmax=auto:two"], r"auto:<n> needs a number"),

@@ -58,5 +58,7 @@ def main(words: list[str]) -> list[str]:
         lines = [line for line in KINDS[words[0]]() if all(word in line for word in words[1:])]
     else:
         raise unknown_name("kind of names", words[0], [*KINDS, "options"])
+    if not lines:
+        raise ValueError(f"none of the {words[0]} contains {' and '.join(words[1:])}")
     print("\n".join(lines))
     return lines

@@ -11,6 +11,7 @@ from torch import nn
 
 from zoo.data import CachedImages, InputSpec, LoadedImages, Source, check_unreadable, open_source, validation_source
 from zoo.data.settings import AugmentSettings, DataSettings
+from zoo.errors import nearest
 from zoo.eval.accuracy import Predictions, predict
 from zoo.eval.imagenet_labels import image_number, load_real_labels, numeric_classes, real_accuracy
 from zoo.eval.paired import paired_difference
@@ -47,7 +48,12 @@ def open_candidate(name: str, data: DataSettings) -> Candidate:
         recipe = Recipe(name, num_classes=timm_classes(name))
         model = build_host(recipe, pretrained=True)
         return Candidate(name, model, InputSpec.of(model, None, data), recipe.num_classes, [])
-    model, recipe = load_model(name.removeprefix(LOCAL))
+    path = name.removeprefix(LOCAL)
+    if not os.path.lexists(path):
+        near = nearest(name, timm.list_models(), cutoff=0.8)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no checkpoint {path}, nor a timm model of this name{hint}")
+    model, recipe = load_model(path)
     return Candidate(name, model, InputSpec.from_recipe(recipe.input, data), recipe.num_classes, recipe.classes)
 
 

@@ -17,6 +17,7 @@ from zoo.data.plan import seed_everything
 from zoo.data.settings import DataSettings
 from zoo.eval.compare import compare
 from zoo.eval.settings import EvalOptions, EvalSettings
+from zoo.files import is_missing_run
 from zoo.models.convert import swap
 from zoo.models.timm.model_files import (
     WEIGHTS,
@@ -287,6 +288,8 @@ def open_task(recipe: RecipeSettings) -> ConversionTask:
     if timm.is_model(recipe.source.split(".")[0]) and not Path(recipe.source).exists():
         recipe = replace(recipe, source=str(_published(recipe)))
     path = Path(recipe.source)
+    if is_missing_run(path):
+        raise ValueError(f"there is no run {recipe.source}: train the source first, or give another one as source=")
     if not path.exists() and "/" not in recipe.source:  # a hub name is OWNER/NAME
         raise ValueError(f"the source {recipe.source} is neither a folder nor a model of timm or of the hub")
     if path.suffix != ".safetensors" and not holds_weights(path):

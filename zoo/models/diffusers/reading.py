@@ -6,6 +6,7 @@ from typing import Any
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn
 
+from zoo.files import is_missing_run
 from zoo.models.digests import check_folder
 
 Loadable = type[ModelMixin] | type[DiffusionPipeline]
@@ -17,8 +18,8 @@ def read_config(kind: Loadable, where: str, **place: str) -> dict[str, Any] | No
 
     Raises ValueError for a configuration that is not a mapping or has an invalid _class_name.
     """
-    if not Path(where).exists() and any(Path(where).parent.glob("*/config.yaml")):
-        return None  # a misspelt run among others: the hub would be asked for minutes
+    if is_missing_run(where):  # the hub would be asked, for minutes if it cannot be reached
+        return None
     try:
         config = kind.load_config(where, **place)
     except OSError:
