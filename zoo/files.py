@@ -166,7 +166,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         """Create the folder and take the lock. Raises ValueError if another process has it."""
         self.folder, self.file = folder, folder / LOCK
-        self.made = not folder.exists()
+        self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         self.opened = self._acquire()
         while not self._has_file():  # the previous owner has deleted the file meanwhile
@@ -177,14 +177,14 @@ class FolderLock:
         self.opened.flush()
 
     def release(self) -> None:
-        """Release the lock and delete its file, and the folder if it was created for the lock and is empty."""
+        """Release the lock and delete its file, and the folders that were created for the lock and are empty."""
         if self.opened.closed:
             return
         self.file.unlink(missing_ok=True)
         self.opened.close()
-        if self.made:
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
+        with contextlib.suppress(OSError):
+            for path in self.made:
+                path.rmdir()
 
     def _acquire(self) -> TextIO:
         opened = self.file.open("a+")

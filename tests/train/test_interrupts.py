@@ -123,8 +123,8 @@ def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path):
 
 def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match=r"not the name of|unknown"):
-        ClassificationRun(tiny(tmp_path / "run", model={"name": "vit_nothing"}))
-    assert not (tmp_path / "run").exists()
+        ClassificationRun(tiny(tmp_path / "runs" / "run", model={"name": "vit_nothing"}))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_lock_is_taken_before_anything_else(tmp_path, monkeypatch):
