@@ -66,9 +66,10 @@ def main(words: list[str]) -> dict[str, Any]:
         raise ValueError("say which mixer and where to write the result: model.mixer=NAME out=FOLDER")
     check_output_folder(settings.diffusers or settings.model.checkpoint, Path(settings.out))
     report = from_diffusers(settings) if settings.diffusers else from_timm(settings.model, Path(settings.out))
-    random = not (settings.diffusers or settings.model.checkpoint or settings.model.pretrained)
-    hint = "the weights are random: give model.pretrained=true or model.checkpoint=RUN to convert trained ones\n"
-    print(f"{report}\n{hint * random}wrote {settings.out}")
+    print(report)
+    if not (settings.diffusers or settings.model.checkpoint or settings.model.pretrained):
+        print("the weights are random: give model.pretrained=true or model.checkpoint=RUN to convert trained ones")
+    print(f"wrote {settings.out}")
     return report.to_dict()
 
 

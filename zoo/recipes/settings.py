@@ -28,7 +28,7 @@ class RecipeSettings:
       budget of layer-wise distillation and fine-tuning together, and of each control
     changes: section.key=value overrides of this configuration, except the keys that the recipe sets (mixer, checkpoint
       and teacher; the teacher is the source)
-    mixer: attention mixer to convert to, one of those listed below
+    mixer: attention mixer to convert to, one of the names listed below
     mixer_options: options of the mixer (`zoo list options MIXER`); gains=true is added, which calibration needs
     keep_softmax: blocks that keep softmax attention: indices, `every:3` for every third block, or `auto:2` for the two
       most sensitive ones, by measurement

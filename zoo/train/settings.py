@@ -26,7 +26,7 @@ CHANGEABLE = (
 class MixerSettings:
     """Attention mixer of the model.
 
-    mixer: attention mixer to convert to after loading, one of those listed below; empty keeps the model's attention
+    mixer: attention mixer to convert to after loading, one of the names listed below; empty keeps the model's attention
     mixer_options: options of the mixer (`zoo list options MIXER`), such as {exponent: 4.0, depthwise: v}
     layers: blocks to convert: indices (from 0; -1 is the last) or a pattern of module names; empty converts all
     keep_softmax: blocks that keep softmax attention: indices such as [0, 5], a pattern, or `every:3` for the blocks 0,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..options import autocast_dtype
+from .operator import needs_backward
 
 KNOWN: dict[tuple, Any] = {}
 MOST = 1024  # maximum number of cached forms
@@ -25,8 +26,7 @@ def form_of(op: str, impl: Any, options: dict[str, Any], tensors: tuple) -> tupl
     if not PLAIN.issuperset(kinds) or not all(x is None or _is_plain(x) for x in tensors):
         return None
     looks = [None if x is None else (x.shape, x.stride()[-1:], x.dtype, x.device) for x in tensors]
-    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return (op, *options, *values, *kinds, autocast_dtype(tensors[0]), saves, *looks)
+    return (op, *options, *values, *kinds, autocast_dtype(tensors[0]), needs_backward(*tensors), *looks)
 
 
 def _is_plain(x: Any) -> bool:
