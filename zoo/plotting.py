@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 from zoo.files import replacing
 
-COLORS = ("#30343f", "#8d99ae", "#00798c", "#edae49", "#d1495b", "#66a182", "#8d6a9f")
+COLORS = ("#30343f", "#8d99ae", "#00798c", "#edae49", "#d1495b", "#66a182", "#8d6a9f", "#a3623a")
 
 
 def pyplot() -> ModuleType:
