@@ -13,6 +13,7 @@ import hla_kernels as hk
 from hla_kernels import op as front
 from hla_kernels.dispatch import forms, recording
 from hla_kernels.sequences import Sequences
+from hla_kernels.softmax.adaptive.fused import operator as adaptive
 
 pytest.importorskip("triton")
 import triton
@@ -56,8 +57,9 @@ def seen(monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         new = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, new=new, **more: alive.append(new(*args, **more)) or alive[-1])
-    tables = Sequences.tables
-    monkeypatch.setattr(Sequences, "tables", lambda *args: alive.append(tables(*args)) or alive[-1])
+    for home in (Sequences, adaptive):
+        tables = home.tables
+        monkeypatch.setattr(home, "tables", lambda *args, new=tables: alive.append(new(*args)) or alive[-1])
 
     def run(kernel, grid):
         def launch(*args, **options):
@@ -170,6 +172,35 @@ def test_the_same_launches_of_blocks(monkeypatch, seen, order, normalize, grid, 
         assert repeated == normal(seen, [*given, *want]) and len(seen) == first
         assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
         seen.clear()
+
+
+def tiles(select, far, masked, dtype):
+    """Everything that a forward and a backward of `adaptive_multipole` return, and its inputs."""
+    x, grad, _ = inputs(("",), (2, 150, 2, 64), False, dtype)
+    mask = torch.arange(150) < torch.tensor([[150], [120]]) if masked else None
+    rest = ([12, 12], 2, 4, 64, 16, 2, select, far, 0.125)
+    o, *saved = OPS.adaptive_multipole(*x, mask, *rest)
+    return (o, *saved, *OPS.adaptive_multipole_backward([grad], [o, *saved], *x, mask, *rest)), [*x, grad]
+
+
+@pytest.mark.parametrize("select", ("error", "mass", "mean", "near"))
+@pytest.mark.parametrize("far", ("first", "mean"))
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_the_same_launches_of_tiles(monkeypatch, seen, select, far, masked, dtype):
+    case = (select, far, masked, dtype)
+    tiles(*case)
+    first = len(seen)
+    with monkeypatch.context() as patch:
+        patch.setattr(recording, "_record", None)  # only repeated
+        got, given = tiles(*case)
+    repeated = normal(seen[first:], [*given, *got])
+    assert len(recording.RECORDINGS) == 2 and all(x is not None for x in recording.RECORDINGS.values())
+    recording.RECORDINGS.clear()
+    seen.clear()
+    want, given = tiles(*case)
+    assert repeated == normal(seen, [*given, *want]) and len(seen) == first
+    assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
 
 
 def recorded() -> int:

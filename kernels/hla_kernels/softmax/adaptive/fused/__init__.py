@@ -3,7 +3,7 @@
 Tokens are not reordered: a table maps the slots of each tile to tokens (none for padding), and every pass gathers rows.
 Key tiles are pooled, scored and selected. One program per query tile then reads the far tiles and the selected keys.
 Backward: one program per query tile, one per group of far tiles, and one per 64 keys, which loops over the query tiles
-that selected them. No atomics. In products, the computed factor is the second operand (see `tiles`).
+that selected them. No atomics. `tiles` describes the order of the operands of products.
 
 Reading order: tiles, pool, choose, forward, backward, plan, launch, operator. The first call imports Triton.
 """

@@ -13,23 +13,28 @@ from .tiles import (
     LOWEST,
     UNITS,
     added,
+    by_row,
     exact_rows,
+    exact_tiles,
     far_tiles,
     get,
     head_of,
     is_chosen,
     load,
+    mixed,
+    per_row,
     products,
+    projected,
     put,
     query_rows,
     store,
-    weighted,
+    zero_sums,
 )
 
 
 @triton.jit(do_not_specialize=FREE)
 def for_queries(
-    Q, K, V, QTOKENS, KTOKENS, MEAN, VALUE, LOGN, MOMENT, CHOSEN, ROWS, TILES, KBAR, O, REST, G, LSE, FAR, DELTA, C, DQ,
+    Q, K, V, QTOKENS, KTOKENS, MEAN, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, KBAR, O, REST, G, LSE, FAR, DELTA, C, DQ,
     qs, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
     BQ: tl.constexpr, PARTS: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
@@ -59,14 +64,14 @@ def for_queries(
     place = bh.to(tl.int64) * N + row
     lse = tl.load(LSE + place, inside, other=float("inf"))
     c = tl.zeros([BQ], tl.float32)
-    dq = tl.zeros([DP, BQ], tl.float32)
+    dq = zero_sums(q, BQ, DP)
     if MOMENT is not None:
         d = tl.arange(0, DP)
         moment = load(MOMENT + hk * D * D, d, D, d < D, D, DP)
-        by_grad = products(tl.trans(moment), g)
-        c = tl.where(on_grid, tl.sum(tl.trans(by_grad) * q.to(tl.float32), 1) * scale, 0.0)
+        by_grad = projected(g, tl.trans(moment))
+        c = tl.where(on_grid, tl.sum(by_row(by_grad, q) * q.to(tl.float32), 1) * scale, 0.0)
         far = tl.load(FAR + place, inside, other=0.0) * tl.load(TILES + b * at[3])
-        dq += by_grad * far[None, :]
+        dq += by_grad * per_row(far, q)
     tl.store(DELTA + place, delta, inside)
     tl.store(C + place, c, inside)
     total = tl.zeros([BQ], tl.float32)
@@ -82,24 +87,26 @@ def for_queries(
         dp = products(g, load(VALUE, m, D, there, D, DP)) - delta[:, None]
         db = (e * (n[None, :] * dp + c[:, None])).to(mean.dtype)
         total += tl.sum(db.to(tl.float32), 1)
-        dq = weighted(dq, mean, db)
+        dq = mixed(dq, db, mean)
     KH, VH = head_of(K, ks, b, h // groups), head_of(V, vs, b, h // groups)
     n_slots = (tl.where(on_grid, exact, T) + sizes[4]) * KT
-    read = bh.to(tl.int64) * at[5] + u.to(tl.int64) * n_slots
-    ROWS = tl.where(on_grid, ROWS + read, KTOKENS + b.to(tl.int64) * at[1])
-    next_row = exact_rows(0, n_slots, ROWS, BJ)
+    LIST += bh.to(tl.int64) * at[5] + u.to(tl.int64) * (exact + sizes[4])
+    KTOKENS += b.to(tl.int64) * at[1]
+    next_row = exact_rows(0, n_slots, KTOKENS, exact_tiles(0, n_slots, LIST, on_grid, KT, BJ), KT, BJ)
+    next_tile = exact_tiles(BJ, n_slots, LIST, on_grid, KT, BJ)
     for start in range(0, n_slots, BJ):
         there = next_row >= 0
         k, v = get(KH, next_row, ks, there, D, DP), get(VH, next_row, vs, there, D, DP)
-        next_row = exact_rows(start + BJ, n_slots, ROWS, BJ)
+        next_row = exact_rows(start + BJ, n_slots, KTOKENS, next_tile, KT, BJ)
+        next_tile = exact_tiles(start + 2 * BJ, n_slots, LIST, on_grid, KT, BJ)
         p = tl.exp2(tl.where(there[None, :], products(q, k) * factor - lse[:, None], -float("inf")))
         ds = (p * (products(g, v) - delta[:, None])).to(k.dtype)
         total += tl.sum(ds.to(tl.float32), 1)
-        dq = weighted(dq, k, ds)
+        dq = mixed(dq, ds, k)
     d = tl.arange(0, DP)
-    dq -= tl.load(KBAR + hk * D + d, d < D, other=0.0)[:, None] * total[None, :]
+    dq = by_row(dq, q) - total[:, None] * tl.load(KBAR + hk * D + d, d < D, other=0.0)[None, :]
     row = query_rows(QTOKENS + b.to(tl.int64) * at[0], part, True, BQ)  # again, rather than kept in registers
-    put(head_of(DQ, dqs, b, h), row, dqs, row >= 0, tl.trans((dq * scale).to(DQ.dtype.element_ty)), D, DP)
+    put(head_of(DQ, dqs, b, h), row, dqs, row >= 0, (dq * scale).to(DQ.dtype.element_ty), D, DP)
 
 
 @triton.jit(do_not_specialize=FREE)

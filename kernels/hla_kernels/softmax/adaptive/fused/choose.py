@@ -62,17 +62,17 @@ def mean_scores(
     tl.store(SCORES + place, power, inside[None, :] & there[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "exact", "outer"])
-def choose(SCORES, LIST, CHOSEN, T, exact, outer, BT: tl.constexpr):
+@triton.jit(do_not_specialize=["own", "T", "exact", "outer"])
+def choose(SCORES, LIST, CHOSEN, own, T, exact, outer, BT: tl.constexpr):
     """Select the highest of T scores (of equal ones the first): LIST [rows, exact + outer] int32, ascending and
-    followed by the `outer` tiles from T on, and CHOSEN [rows, T] int8.
+    followed by the `outer` tiles from T on, and CHOSEN [rows, T] int8. own: number of rows of SCORES, which repeat.
 
     The lowest selected score is found bit by bit, on 32-bit integers in the order of the floats.
     """
     row = tl.program_id(0).to(tl.int64)
     m = tl.arange(0, BT)
     there = m < T
-    bits = tl.load(SCORES + row * T + m, there, other=0.0).to(tl.int32, bitcast=True)
+    bits = tl.load(SCORES + row % own * T + m, there, other=0.0).to(tl.int32, bitcast=True)
     key = tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
     least = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= exact, 0, -2147483648)
     for i in range(31):

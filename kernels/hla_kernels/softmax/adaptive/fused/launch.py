@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from ..routing import PART
 from .backward import for_keys, for_queries, for_tiles
 from .choose import choose, invert, mean_scores, summed_scores
 from .forward import output
-from .plan import PROGRAMS, ROWS, Plan, Tables, near_scores, tables
-from .pool import outer_sum, pool, pool_queries
+from .plan import PROGRAMS, ROWS, Plan, Tables
+from .pool import outer_sum, pool, pool_queries, sum_rows
 
 LOG2 = math.log(2)
 
@@ -42,10 +43,10 @@ class Call:
     """Arguments shared by the launches of a call."""
 
     def __init__(
-        self, field: Field, exact: int, select: str, far: str, scale: float, q: Tensor, k: Tensor, mask: Tensor | None
+        self, field: Field, exact: int, select: str, far: str, scale: float, masked: bool, q: Tensor, k: Tensor
     ):
         self.b, _, self.h, d = q.shape
-        self.hk, self.exact, self.select, self.scale, self.mask = k.shape[2], exact, select, scale, mask
+        self.hk, self.exact, self.select, self.scale, self.masked = k.shape[2], exact, select, scale, masked
         self.first = far == "first"
         self.plan, self.field, self.device = Plan(field, d, q.dtype == torch.float32), field, q.device
         self.sizes = (*self.plan.sizes, exact)
@@ -62,7 +63,7 @@ class Call:
     def outputs(self, q: Tensor) -> Saved:
         """Allocate the tensors saved for the backward."""
         b, h, hk, (n, u, t, _, outer, k), d = self.b, self.h, self.hk, self.sizes, q.shape[3]
-        rows = 1 if self.select == "near" and self.mask is None else b * h
+        rows = 1 if self.select == "near" and not self.masked else b * h
         empty = q.new_empty
         rest = empty(0) if self.plan.single else torch.empty_like(q, memory_format=torch.contiguous_format)
         lse, far = (empty((b, h, n), dtype=torch.float32) for _ in range(2))
@@ -74,9 +75,9 @@ class Call:
 
     def steps(self, x: Tables, s: Saved) -> tuple[int, ...]:
         """Return the batch strides of the tables and the head strides of the selection."""
-        own = [0 if self.mask is None else n for n in (x.queries[0].numel(), x.keys[0].numel(), x.logn.shape[1], 1)]
+        own = [n if self.masked else 0 for n in (x.queries[0].numel(), x.keys[0].numel(), x.logn.shape[1], 1)]
         per_head = int(s.chosen.shape[0] > 1 or self.b * self.h == 1)
-        sizes = (s.chosen[0].numel(), s.list[0].numel() * self.field.k_tile)
+        sizes = (s.chosen[0].numel(), s.list[0].numel())
         return (*own, *(per_head * n for n in sizes), per_head)
 
 
@@ -88,10 +89,10 @@ def _some(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
-def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> None:
-    """Compute o and the tensors saved for the backward."""
-    x, p = tables(c.field, c.mask, c.device), c.plan
-    at = c.steps(x, s)
+def forward(c: Call, x: Tables, near: Tensor | None, tokens: Sequence[Tensor], o: Tensor, s: Saved) -> None:
+    """Compute o and the tensors saved for the backward. near: scores of "near"."""
+    q, k, v = tokens
+    p, at = c.plan, c.steps(x, s)
     exact = torch.empty_like(s.mean, dtype=torch.float32) if c.first else None
     half = torch.empty_like(s.mean) if c.select in ("error", "mass") else None
     launch(
@@ -100,23 +101,24 @@ def forward(c: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved) -> No
         num_warps=p.pooling,
     )  # fmt: skip
     if exact is not None:
-        torch.div(_sums(c, v, k, x.keys, at[1], exact, None), x.tiles.view(-1, 1, 1, 1), out=s.moment)
-    _choose(c, q, half, x, s, at)
+        _sums(c, v, k, x.keys, at[1], exact, None, s.moment, x.tiles, at[3])
+    _choose(c, near, q, half, x, s, at)
     launch(
         output, (c.n_tiles[0] * p.queries["PARTS"], c.b * c.h),
-        q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list), x.tiles, o,
+        q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, s.list, x.tiles, o,
         _some(s.rest), s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers, **p.queries,
         KT=c.field.k_tile, **c.wide, **p.output,
     )  # fmt: skip
 
 
-def _choose(c: Call, q: Tensor, half: Tensor | None, x: Tables, s: Saved, at: tuple[int, ...]) -> None:
+def _choose(
+    c: Call, near: Tensor | None, q: Tensor, half: Tensor | None, x: Tables, s: Saved, at: tuple[int, ...]
+) -> None:
     """Select the exact key tiles by nearness or by scores of pooled queries. half: half the variance of key tiles,
     [B, Hk, T, D]."""
     (_, u, t, _, outer, _), shared = c.sizes, (c.h, c.groups, c.numbers[0])
-    if c.select == "near":
-        found = near_scores(c.field, c.device).expand(len(s.chosen), -1, -1).contiguous()
-    else:
+    found = near
+    if found is None:
         found = torch.empty((c.b * c.h, u, t), dtype=torch.float32, device=c.device)
         size = c.field.q_tile if half is None else PART
         parts = c.field.q_tile // size
@@ -133,7 +135,7 @@ def _choose(c: Call, q: Tensor, half: Tensor | None, x: Tables, s: Saved, at: tu
             query, s.mean, x.logn, found, (at[0], at[2]), (u, t), *shared, BM=64, **c.wide, num_warps=4,
         )  # fmt: skip
     elif half is not None:
-        step = 0 if c.mask is None else x.parts.shape[1]
+        step = x.parts.shape[1] if c.masked else 0
         launch(
             summed_scores, (-(-u * parts // c.plan.scores["BQ"]), c.b * c.h),
             query, square, x.parts, s.mean, half, x.logn, found, (step, at[2]), (u, t), *shared,
@@ -141,39 +143,61 @@ def _choose(c: Call, q: Tensor, half: Tensor | None, x: Tables, s: Saved, at: tu
         )  # fmt: skip
     room = max(16, 1 << (max(t, outer) - 1).bit_length())
     launch(
-        choose, found.shape[0] * u,
-        found, s.list, s.chosen, t, c.exact, outer, BT=room, num_warps=max(1, min(8, room // 512)),
+        choose, s.chosen.shape[0] * u,
+        found, s.list, s.chosen, found.shape[0] * u, t, c.exact, outer, BT=room, num_warps=max(1, min(8, room // 512)),
     )  # fmt: skip
 
 
-def _sums(c: Call, x: Tensor, y: Tensor, table: Tensor, at: int, exact: Tensor | None, weight: Tensor | None) -> Tensor:
-    """Return the sum of x y' over the tokens of the grid, float32 [B, Hk, D, D]; arguments as in `pool.outer_sum`."""
+def _sums(
+    c: Call, x: Tensor, y: Tensor, table: Tensor, at: int, exact: Tensor | None, weight: Tensor | None, out: Tensor,
+    tiles: Tensor | None, step: int = 0,
+) -> None:  # fmt: skip
+    """Compute out [B, Hk, D, D], the sum of x y' over the tokens of the grid, divided by `tiles` (of batch stride
+    `step`) or times the scale; other arguments as in `pool.outer_sum`."""
     n, u, t, *_ = c.sizes
     tile, slots = c.field.k_tile, t * c.field.k_tile
     if exact is None:
         slots = u * c.field.q_tile
-    parts = max(1, min(-(-slots // (8 * ROWS)), PROGRAMS // (c.b * c.hk)))
-    each, width = -(-slots // (parts * ROWS)) * ROWS, x.shape[3]
-    found = torch.empty((parts, c.b, c.hk, width, width), dtype=torch.float32, device=c.device)
+    heads, width = c.b * c.hk, x.shape[3]
+    parts = max(1, min(-(-slots // (8 * ROWS)), PROGRAMS // heads))
+    each = -(-slots // (parts * ROWS)) * ROWS
+    found = torch.empty((parts, heads, width, width), dtype=torch.float32, device=c.device)
     launch(
-        outer_sum, (parts, c.b * c.hk),
+        outer_sum, (parts, heads),
         x, y, table, exact, weight, found, *_strides(x, y), at, (slots, each, n), c.hk, x.shape[2] // c.hk, W=tile,
         BN=ROWS, **c.wide, **c.plan.sums,
     )  # fmt: skip
-    return found.sum(0)
+    rows = (parts, heads * width**2, width**2)
+    _sum_rows(c, found, rows, c.scale if tiles is None else 1.0, tiles, step, out)
+
+
+def _sum_rows(
+    c: Call, x: Tensor, rows: tuple[int, int, int], factor: float, tiles: Tensor | None, at: int, out: Tensor
+) -> None:
+    """Compute out [B, Hk, ..]; rows: number of rows per key head, distance between them, and between heads; other
+    arguments as in `pool.sum_rows`."""
+    heads, width = c.b * c.hk, out[0, 0].numel()
+    columns = min(256, 1 << (width - 1).bit_length())
+    launch(
+        sum_rows, (-(-width // columns), heads),
+        x, tiles, out, at, *rows, width, c.hk, factor, BN=min(1 << (rows[0] - 1).bit_length(), 4096 // columns),
+        BW=columns, num_warps=4,
+    )  # fmt: skip
 
 
 def backward(
-    c: Call, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, s: Saved, dq: Tensor, dk: Tensor, dv: Tensor
+    c: Call, x: Tables, grad: Tensor, tokens: Sequence[Tensor], o: Tensor, s: Saved, grads: Sequence[Tensor]
 ) -> None:
-    """Compute dq, dk and dv."""
-    x, p = tables(c.field, c.mask, c.device), c.plan
-    at, (_, u, t, *_) = c.steps(x, s), c.sizes
+    """Compute the gradients of the tokens q, k, v."""
+    (q, k, v), (dq, dk, dv) = tokens, grads
+    p, at, (_, u, t, *_), d = c.plan, c.steps(x, s), c.sizes, q.shape[3]
     delta, more = torch.empty_like(s.lse), torch.empty_like(s.lse)
+    center = torch.empty((c.b, c.hk, d), dtype=torch.float32, device=c.device)
+    _sum_rows(c, s.mean, (t, d, t * d), 1 / t, None, 0, center)
     launch(
         for_queries, (c.n_tiles[0] * p.queries["PARTS"], c.b * c.h),
-        q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, x.rows(s.list), x.tiles,
-        s.mean.mean(2, dtype=torch.float32), o, _some(s.rest), grad, s.lse, s.far, delta, more, dq,
+        q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, s.list, x.tiles,
+        center, o, _some(s.rest), grad, s.lse, s.far, delta, more, dq,
         *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, **p.queries, KT=c.field.k_tile,
         **c.wide, **p.for_queries,
     )  # fmt: skip
@@ -185,7 +209,8 @@ def backward(
     )  # fmt: skip
     dmoment = None
     if c.first:
-        dmoment = (_sums(c, q, grad, x.queries, at[0], None, s.far) * c.scale).to(q.dtype)
+        dmoment = torch.empty_like(s.moment)
+        _sums(c, q, grad, x.queries, at[0], None, s.far, dmoment, None)
     size, keys = max(1, p.for_keys["BK"] // c.field.k_tile), p.for_keys["BK"]
     groups, heads = -(-t // size), s.chosen.shape[0]
     readers = torch.empty((heads, groups, u), dtype=torch.int32, device=c.device)

@@ -67,15 +67,16 @@ class Plan(NamedTuple):
     def output(self) -> dict[str, int]:
         """Launch options of `output`; BM far tiles and BJ slots are read per step. With 3 stages, keys are loaded while
         others are computed with."""
-        slots = 64 if self.small and not self.single else 32
-        return {"BM": 32, "BJ": slots, "num_warps": self.warps, "num_stages": 2 if self.single else 3}
+        shallow = self.single or not self.small
+        slots = 32 if self.single else 64
+        return {"BM": 32, "BJ": slots, "num_warps": self.warps, "num_stages": 2 if shallow else 3}
 
     @property
     def for_queries(self) -> dict[str, int]:
-        """Launch options of `for_queries`, as of `output`; a third stage spills with more than 64 channels."""
-        if self.single and self.small:
-            return {**self.output, "BM": 16}
-        return {**self.output, "num_stages": 3 if self.small else 2}
+        """Launch options of `for_queries`, as of `output`; 64 slots spill with more than 64 channels."""
+        if self.small:
+            return {**self.output, "BM": 16 if self.single else 32}
+        return {**self.output, "BJ": 32, "num_stages": 2}
 
     @property
     def for_tiles(self) -> dict[str, int]:
@@ -111,14 +112,6 @@ class Tables(NamedTuple):
     parts: Tensor
     logn: Tensor
     tiles: Tensor
-
-    def rows(self, tiles: Tensor) -> Tensor:
-        """Return the tokens of the listed key tiles, int32 [.., U, tiles slots]; tiles [B H or 1, U, tiles] int32."""
-        if len(self.keys) > 1:
-            first = torch.arange(len(self.keys), dtype=torch.int32, device=tiles.device) * self.keys.shape[1]
-            tiles = tiles + first.repeat_interleave(len(tiles) // len(first)).view(-1, 1, 1)
-        found = self.keys.flatten(0, 1).index_select(0, tiles.flatten())
-        return found.view(*tiles.shape[:2], -1)
 
 
 def tables(field: Field, mask: Tensor | None, device: torch.device) -> Tables:

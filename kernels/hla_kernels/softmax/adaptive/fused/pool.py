@@ -1,4 +1,4 @@
-"""Pooling of key tiles and of queries, and D x D sums over tokens."""
+"""Pooling of key tiles and of queries, D x D sums over tokens, and sums of rows."""
 
 import triton
 import triton.language as tl
@@ -84,3 +84,22 @@ def outer_sum(
             acc = added(acc, x, y)
     d = tl.arange(0, DP)
     store(OUT + (part.to(tl.int64) * tl.num_programs(1) + bh) * D * D, d, D, d < D, acc, D, DP)
+
+
+@triton.jit(do_not_specialize=["at", "n", "step", "own", "width", "heads", "factor"])
+def sum_rows(
+    X, TILES, OUT, at, n, step, own, width, heads, factor, BN: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Compute OUT [B Hk, width] = factor / TILES times the sum of n rows of X, `step` apart. own: distance between the
+    first rows. TILES [B] may be None. at: its batch stride."""
+    column, bh = tl.program_id(0) * BW + tl.arange(0, BW), tl.program_id(1)
+    X += bh.to(tl.int64) * own
+    acc = tl.zeros([BN, BW], tl.float32)
+    for start in range(0, n, BN):
+        i = start + tl.arange(0, BN)
+        at_rows = i.to(tl.int64)[:, None] * step + column[None, :]
+        acc += tl.load(X + at_rows, (i < n)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+    found = tl.sum(acc, 0) * factor
+    if TILES is not None:
+        found /= tl.load(TILES + bh // heads * at)
+    tl.store(OUT + bh.to(tl.int64) * width + column, found.to(OUT.dtype.element_ty), column < width)

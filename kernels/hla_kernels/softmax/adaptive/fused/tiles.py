@@ -1,8 +1,9 @@
 """Scores and products of the passes.
 
-Scores are [queries, keys], so that a query's largest score and sum stay within a warp. The first operand of a product
-is always loaded rows, and computed weights are the second one, transposed: products with a first operand in registers
-are miscompiled. Only float32 has first operands in registers (`in_tf32`), which the tests of compiled kernels examine.
+Scores are [queries, keys], so that a query's largest score and sum stay within a warp. In the passes over query tiles,
+weights are the first operand (`mixed`) and stay in registers, which takes 10 % less time. Compilers may be wrong about
+such products, so the tests of compiled kernels examine their machine code. In all other products the first operand is
+loaded rows, and computed weights are the second one, transposed; in float32 also in passes over query tiles.
 """
 
 import triton
@@ -95,6 +96,39 @@ def weighted(acc, x, w):
 
 
 @triton.jit
+def zero_sums(x, rows: tl.constexpr, DP: tl.constexpr):
+    """Return zeros for the sums of some rows, [rows, DP], or [DP, rows] if the tokens x are float32."""
+    return tl.zeros([DP, rows] if x.dtype == tl.float32 else [rows, DP], tl.float32)
+
+
+@triton.jit
+def by_row(sums, x):
+    """Return sums, in the layout of `zero_sums`, as [rows, DP]."""
+    return tl.trans(sums) if x.dtype == tl.float32 else sums
+
+
+@triton.jit
+def per_row(f, x):
+    """Return one number per row, in the layout of `zero_sums`."""
+    return f[None, :] if x.dtype == tl.float32 else f[:, None]
+
+
+@triton.jit
+def mixed(sums, w, x):
+    """Return sums + w x, in the layout of `zero_sums`, for computed w [rows, rows of x] and tokens x."""
+    if x.dtype == tl.float32:
+        return weighted(sums, x, w)
+    else:  # Triton compiles what follows a return
+        return tl.dot(w.to(x.dtype), x, sums)
+
+
+@triton.jit
+def projected(x, y):
+    """Return x_i.y_j of tokens x, in the layout of `zero_sums`."""
+    return products(y, x) if x.dtype == tl.float32 else products(x, y)
+
+
+@triton.jit
 def tile_sums(x, W: tl.constexpr):
     """Return the sums of W consecutive rows of x."""
     return tl.sum(tl.reshape(x, [x.shape[0] // W, W, x.shape[1]]), 1)
@@ -109,11 +143,18 @@ def far_tiles(start, MEAN, LOGN, T, D: tl.constexpr, DP: tl.constexpr, BM: tl.co
 
 
 @triton.jit
-def exact_rows(start, n_slots, ROWS, BJ: tl.constexpr):
-    """Load BJ of the n_slots in ROWS, -1 behind them. Loops load them one step ahead: Triton does not load keys ahead
-    whose addresses are loaded in the same step."""
+def exact_tiles(start, n_slots, LIST, listed, KT: tl.constexpr, BJ: tl.constexpr):
+    """Load the key tiles of BJ of n_slots slots: those in LIST, or if not `listed` all in order."""
     e = start + tl.arange(0, BJ)
-    return tl.load(ROWS + e, e < n_slots, other=-1)
+    return tl.where(listed, tl.load(LIST + e // KT, listed & (e < n_slots), other=0), e // KT)
+
+
+@triton.jit
+def exact_rows(start, n_slots, TOKENS, tile, KT: tl.constexpr, BJ: tl.constexpr):
+    """Load the tokens of BJ slots of given key tiles, -1 behind n_slots. Loops load them a step ahead, and their tiles
+    two: Triton does not load keys ahead whose addresses are loaded in the same step."""
+    e = start + tl.arange(0, BJ)
+    return tl.load(TOKENS + tile * KT + e % KT, e < n_slots, other=-1)
 
 
 @triton.jit
