@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from zoo import config
 from zoo.io import write_json
 from zoo.recipes.settings import RecipeSettings
-from zoo.train.denoising.layerwise import DiffusionTransferSettings
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.metrics_log import read_rows
 
@@ -74,8 +73,7 @@ class Arm(NamedTuple):
 
 def trained(folder: Path) -> Arm:
     """A run of tools/finetune_dit.py, or a transfer."""
-    schema = DiffusionTransferSettings if folder.name == "transfer" else DiffusionSettings
-    settings = config.load(schema, folder / "config.yaml")
+    settings = config.load(DiffusionSettings, folder / "config.yaml")
     result = json.loads((folder / "result.json").read_text())
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "eval"]
     curve = [(row["images_seen"], row.get("ema_val_loss", row["val_loss"])) for row in rows]

@@ -119,7 +119,7 @@ def test_completion_of_commands_configurations_and_keys(capsys):
     assert complete(script, "zoo list ") == ["mixers", "models", "families", "configs"]
     assert complete(script, "zoo train-classifier vit/digits_s") == ["vit/digits_softmax"]
     assert complete(script, "zoo train-classifier model.mixer") == ["model.mixer=", "model.mixer_options="]
-    assert complete(script, "zoo convert student_s") == ["student_share="]  # a key of `convert recipe`
+    assert complete(script, "zoo convert transfer_") == ["transfer_lr="]  # a key of `convert recipe`
     assert complete(script, "zoo sample vit") == complete(script, "zoo train-classifier vit")
     with pytest.raises(ValueError, match="unknown shell 'fish'; allowed: bash"):
         cli.main(["--completion", "fish"])

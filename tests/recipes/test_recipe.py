@@ -20,7 +20,7 @@ from zoo.recipes.stages import run_recipe
 from zoo.train.classification import ClassificationRun
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
-from zoo.train.layerwise import ImageTransfer, ImageTransferSettings, attention_distances
+from zoo.train.layerwise import ImageTransfer, attention_distances
 from zoo.train.loop import TrainingRun
 from zoo.train.metrics_log import read_rows
 from zoo.train.settings import TrainSettings
@@ -62,11 +62,11 @@ def stop_at(monkeypatch, step):
 def transfer(source, folder, **sections):
     more = {"model": {"checkpoint": str(source), "mixer": "poly"}, "distill": {"teacher": str(source)}}
     tree = merge(merge(IMAGE, more), {"run": {"folder": str(folder), "checkpoint_steps": 5}, **sections})
-    return ImageTransfer(config.from_tree(ImageTransferSettings, merge(tree, {"optim": {"lr": 3e-3}})))
+    return ImageTransfer(config.from_tree(TrainSettings, merge(tree, {"optim": {"lr": 3e-3}})))
 
 
 def test_transfer_brings_every_layer_nearer_and_touches_nothing_else(image_source, tmp_path):
-    run = transfer(image_source, tmp_path / "run", schedule={"epochs": 2}, student_share=0.2)
+    run = transfer(image_source, tmp_path / "run", schedule={"epochs": 2})
     teacher = run.setup.objective.teacher
     images = next(run.setup.val_images.evaluation(64)).images
     before = {k: v.clone() for k, v in run.model.state_dict().items()}

@@ -36,7 +36,6 @@ class RecipeSettings:
     batch: batch size of calibration
     transfer: fraction of the budget for layer-wise distillation
     transfer_lr: learning rate of layer-wise distillation, as a factor of the learning rate of fine-tuning
-    student_share: last fraction of layer-wise distillation in which layers get the student's own hidden states
     stages: stages to carry out, among inspect, convert, calibrate, transfer, finetune, controls, evaluate; a finished
       stage is not repeated
     out: output folder
@@ -54,7 +53,6 @@ class RecipeSettings:
     batch: int = 64
     transfer: float = 0.25
     transfer_lr: float = 1.0
-    student_share: float = 0.2
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     out: str = "runs/recipe"
 
@@ -65,8 +63,7 @@ class RecipeSettings:
         for key in (word.partition("=")[0] for word in self.changes):
             if key in KEYS_SET_BY_RECIPE:
                 raise ValueError(f"{key} cannot be changed in a recipe, whose key {KEYS_SET_BY_RECIPE[key]} sets it")
-        check_ranges("", self, inputs="[1, inf)", batch="[1, inf)", transfer_lr=POSITIVE)
-        check_ranges("", self, transfer="[0, 1)", student_share="[0, 1]")
+        check_ranges("", self, inputs="[1, inf)", batch="[1, inf)", transfer="[0, 1)", transfer_lr=POSITIVE)
         self.auto_keep()
 
     def auto_keep(self) -> int | None:

@@ -29,6 +29,7 @@ from zoo.models.convert import backbone_of
 from zoo.recipes.report import Content, write_report
 from zoo.recipes.settings import STAGES, RecipeSettings
 from zoo.recipes.tasks import ConversionTask, KeptBlocks, open_task
+from zoo.train.layerwise import STUDENT_SHARE
 from zoo.train.metrics_log import read_rows
 
 RESUMABLE_KEYS = ("stages", "out")  # keys that may differ when a recipe resumes
@@ -163,14 +164,13 @@ def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
             }
         },
         {"run": {"folder": str(out / "transfer"), "compile": False}},  # required by `LayerwiseLoss`
-        {"student_share": recipe.student_share},
     )
     result = kind.transfer(tree)
     steps = [row for row in read_rows(out / "transfer" / "metrics.jsonl") if row["kind"] == "train"]
     distances = {k.partition("/")[2] for row in steps for k in row if k.startswith("distance/")}
     layers = [n for n in layers_of(kind.source()) if n in distances]
     rows = [{"layer": n, "distance": [row[f"distance/{n}"] for row in steps]} for n in layers]
-    own = [row["step"] > round((1 - recipe.student_share) * steps[-1]["step"]) for row in steps]
+    own = [row["step"] > round((1 - STUDENT_SHARE) * steps[-1]["step"]) for row in steps]
     return {"rows": rows, "steps": [row["step"] for row in steps], "own": own, "length": n, "result": result}
 
 

@@ -31,7 +31,7 @@ from zoo.precision import autocast
 from zoo.recipes.settings import RecipeSettings
 from zoo.train.classification import ClassificationRun, set_up
 from zoo.train.distributed import create_accelerator
-from zoo.train.layerwise import ImageTransfer, ImageTransferSettings
+from zoo.train.layerwise import ImageTransfer
 from zoo.train.metrics_log import Row
 from zoo.train.model import start_classifier
 from zoo.train.settings import ModelSettings, TrainSettings
@@ -180,7 +180,7 @@ class ImageTask(ConversionTask):
         return ClassificationRun(from_tree(TrainSettings, tree)).train()
 
     def transfer(self, tree: Tree) -> Row:
-        return ImageTransfer(from_tree(ImageTransferSettings, tree)).train()
+        return ImageTransfer(from_tree(TrainSettings, tree)).train()
 
     def evaluate(self, folders: dict[str, Path]) -> dict[str, Row]:
         files = {n: str(f) for n, f in folders.items()}
@@ -262,9 +262,9 @@ class DiffusionTask(ConversionTask):
         return DiffusionRun(from_tree(self.schema(), tree)).train()
 
     def transfer(self, tree: Tree) -> Row:
-        from zoo.train.denoising.layerwise import DiffusionTransfer, DiffusionTransferSettings
+        from zoo.train.denoising.layerwise import DiffusionTransfer
 
-        return DiffusionTransfer(from_tree(DiffusionTransferSettings, tree)).train()
+        return DiffusionTransfer(from_tree(self.schema(), tree)).train()
 
     def evaluate(self, folders: dict[str, Path]) -> dict[str, Row]:
         run, found = self._opened(self.recipe.source), {}

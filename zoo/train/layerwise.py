@@ -6,7 +6,6 @@ run, it gets the student's own hidden states, so that it learns to correct the e
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,40 +15,17 @@ from zoo.conversion.hooks import converted_layers, record_calls
 from zoo.data import Batch
 from zoo.train.classification import ClassificationRun
 from zoo.train.loop import TrainingRun
-from zoo.train.settings import TrainSettings
 
+STUDENT_SHARE = 0.2  # last fraction of the run, in which layers get the student's own hidden states
 Forward = Callable[[nn.Module], Tensor]  # calls a model on the inputs of a batch
 
 
-@dataclass(frozen=True)
-class TransferShare:
-    """Layer-wise distillation.
-
-    student_share: last fraction of the run in which layers get the student's own hidden states
-    """
-
-    student_share: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
-        if not 0 <= self.student_share <= 1:
-            raise ValueError(f"student_share is a part of the run, between 0 and 1, got {self.student_share}")
-
-
-@dataclass(frozen=True)
-class ImageTransferSettings(TransferShare, TrainSettings):
-    """Layer-wise distillation of an image model. See the sections."""
-
-
 class ImageTransfer(ClassificationRun):
-    """A run of `ImageTransferSettings`. Training uses no labels; the evaluation is inherited from
-    `ClassificationRun`."""
-
-    settings: ImageTransferSettings
+    """Layer-wise distillation of an image model, without labels. Evaluation is inherited from `ClassificationRun`."""
 
     def set_up(self) -> None:
         super().set_up()
-        self.layerwise = LayerwiseLoss(self, self.setup.objective.teacher, self.settings.student_share)
+        self.layerwise = LayerwiseLoss(self, self.setup.objective.teacher)
 
     def loss(self, batch: Batch) -> Tensor:
         return self.layerwise(lambda model: model(batch.images), len(batch.images))
@@ -63,7 +39,7 @@ class LayerwiseLoss:
     several processes, and with run.compile.
     """
 
-    def __init__(self, run: TrainingRun, teacher: nn.Module | None, student_share: float) -> None:
+    def __init__(self, run: TrainingRun, teacher: nn.Module | None) -> None:
         if teacher is None:
             raise ValueError("a transfer needs the softmax model: set distill.teacher to its run folder")
         if run.accelerator.num_processes > 1:
@@ -74,7 +50,7 @@ class LayerwiseLoss:
         for layer in converted_layers(run.model).values():
             layer.requires_grad_(True)
         self.run, self.teacher = run, teacher
-        self.own_from = round((1 - student_share) * run.last_step)  # step from which layers get the student's inputs
+        self.own_from = round((1 - STUDENT_SHARE) * run.last_step)  # step from which layers get the student's inputs
         self.grid_set = False
 
     def __call__(self, forward: Forward, n: int) -> Tensor:

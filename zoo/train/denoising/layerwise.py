@@ -1,29 +1,19 @@
 """Layer-wise distillation of diffusion models: see `zoo.train.layerwise`."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from zoo.data.latents.reading import DiffusionBatch
 from zoo.diffusion.call import call_denoiser
 from zoo.train.denoising.run import DiffusionRun
-from zoo.train.denoising.settings import DiffusionSettings
-from zoo.train.layerwise import LayerwiseLoss, TransferShare
-
-
-@dataclass(frozen=True)
-class DiffusionTransferSettings(TransferShare, DiffusionSettings):
-    """Layer-wise distillation of a diffusion model. See the sections."""
+from zoo.train.layerwise import LayerwiseLoss
 
 
 class DiffusionTransfer(DiffusionRun):
-    """A run of `DiffusionTransferSettings`, with the random times, noise and dropped conditions of training."""
-
-    settings: DiffusionTransferSettings
+    """Layer-wise distillation of a diffusion model, with the random times, noise and dropped conditions of training."""
 
     def set_up(self) -> None:
         super().set_up()
-        self.layerwise = LayerwiseLoss(self, self.teacher.model if self.teacher else None, self.settings.student_share)
+        self.layerwise = LayerwiseLoss(self, self.teacher.model if self.teacher else None)
 
     def loss(self, batch: DiffusionBatch) -> Tensor:
         inputs, _ = self.draw(batch)
