@@ -251,6 +251,8 @@ def test_points_have_no_grid(warm_processes, tmp_path):
     names = sorted((row["task"], row["mixer"]) for row in found["rows"])
     assert names == [("charges", "flare rank=4"), ("darcy_points", "flare rank=4")]
     assert all(row["measure"] == "relative L2" and 0 < row["score"] < 50 for row in found["rows"])
+    with pytest.raises(ValueError, match="need a grid of tokens"):
+        race(tmp_path / "none", "mixers=[mhla,nystrom]", *words)
 
 
 def test_a_failure_is_recorded(tmp_path):

@@ -92,7 +92,8 @@ CAUSAL_TASKS = [name for name, task in TASKS.items() if task.causal]
 def run(settings: ArenaSettings, command: str) -> dict[str, Any]:
     """Train and score the selection, or join files, and return the whole file.
 
-    Raises ValueError for unknown mixers and options, and for mixers without a causal form if `causal` is set.
+    Raises ValueError for unknown mixers and options, for mixers without a causal form if `causal` is set, and if all
+    mixers need a grid that no task has.
     """
     file = Path(settings.json)
     if settings.merge:
@@ -103,11 +104,15 @@ def run(settings: ArenaSettings, command: str) -> dict[str, Any]:
     content = rows.start(file, command, {})
     done = {rows.key_of(row, KEY) for row in content["rows"]}
     jobs: list[Job] = []
+    skipped = False
     for seed, name, words, lr in itertools.product(settings.seeds, settings.tasks, settings.mixers, settings.lrs):
         place = about(settings, name) | {"mixer": words, "causal": settings.causal, "lr": lr, "seed": seed}
-        points = TASKS[name].grid(place["size"]) is None
-        if rows.key_of(place, KEY) not in done and not (points and arms[words].options.needs_grid):
+        if TASKS[name].grid(place["size"]) is None and arms[words].options.needs_grid:
+            skipped = True
+        elif rows.key_of(place, KEY) not in done:
             jobs.append((settings, place, arms[words], len(jobs)))
+    if skipped and not jobs and not content["rows"]:
+        raise ValueError("nothing to train: the mixers need a grid of tokens, and the tasks are sets of points")
     for row in results(jobs, settings.workers):
         keys = "reason" if "reason" in row else "score"
         print(" ".join(f"{key}={row[key]}" for key in ("task", "mixer", "causal", "lr", "seed", keys)))
