@@ -122,14 +122,14 @@ def test_two_processes_equal_one(tmp_path):
 
 def test_new_parameters_get_their_own_rate_and_vectors_no_decay(tmp_path):
     model = ClassificationRun(tiny(tmp_path, model={"mixer": "poly", "mixer_options": {"gate": True}})).model
-    optim = OptimSettings(lr=0.1, mixer_lr_scale=10.0, attention_lr_scale=2.0, weight_decay=0.3)
+    optim = OptimSettings(lr=0.1, mixer_lr_scale=10.0, weight_decay=0.3)
     groups = parameter_groups(model, optim)
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
     names = {id(p): n for n, p in model.named_parameters()}
     for group in groups:
         for p in group["params"]:
             name = names[id(p)]
-            assert group["lr_scale"] == (10.0 if ".mixer." in name else 2.0 if ".attn." in name else 1.0)
+            assert group["lr_scale"] == (10.0 if ".mixer." in name else 1.0)
             exempt = p.ndim <= 1 or name == "pos_embed" or name.endswith(".coefficients")
             assert group["weight_decay"] == (0.0 if exempt else 0.3)
     optimizer = create_optimizer(model, optim)

@@ -1,4 +1,4 @@
-"""Optimizers and schedules of timm, with learning-rate factors for mixers and attention layers."""
+"""Optimizers and schedules of timm, with a learning-rate factor for mixers."""
 
 import inspect
 
@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from zoo.config import Tree
-from zoo.conversion.hooks import layers_of
 from zoo.errors import unknown_name
 from zoo.models.timm.model_files import MIXER_PREFIX
 from zoo.train.settings import OptimSettings, ScheduleSettings
@@ -22,29 +21,23 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if MIXER_PREFIX in name}
 
 
-def attention_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """All parameters of the self-attention layers."""
-    return [p for layer in layers_of(model).values() for p in layer.parameters()]
-
-
 def parameter_groups(model: nn.Module, optim: OptimSettings) -> list[Tree]:
-    """Create timm's parameter groups (weight decay of matrices only, layer decay), each split by learning-rate factor
-    into new parameters of mixers, pretrained parameters of attention layers, and other parameters.
+    """Create timm's parameter groups (weight decay of matrices only, layer decay), each split into new parameters
+    of mixers, with their learning-rate factor, and other parameters.
 
     The factor is the `lr_scale` of a group, with which timm's schedules multiply the learning rate.
     """
+    new = new_parameters(model)
     kept = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
     # no weight decay for coefficients of heads and mixing weights of blocks, although they are stored as matrices
-    kept |= {name for name in new_parameters(model) if name.endswith(".coefficients") or ".mixing." in name}
+    kept |= {name for name in new if name.endswith(".coefficients") or ".mixing." in name}
     if optim.layer_decay:
         groups = param_groups_layer_decay(
             model, weight_decay=optim.weight_decay, no_weight_decay_list=kept, layer_decay=optim.layer_decay
         )
     else:
         groups = param_groups_weight_decay(model, weight_decay=optim.weight_decay, no_weight_decay_list=kept)
-    inherited = attention_parameters(model) if optim.attention_lr_scale != 1 else []
-    factors = {id(p): optim.attention_lr_scale for p in inherited}
-    factors |= {id(p): optim.mixer_lr_scale for p in new_parameters(model).values()}
+    factors = {id(p): optim.mixer_lr_scale for p in new.values()}
     out = []
     for group in groups:
         for factor in sorted({factors.get(id(p), 1.0) for p in group["params"]}):

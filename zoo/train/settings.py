@@ -88,7 +88,6 @@ class OptimSettings:
     betas: betas of Adam-like optimizers
     layer_decay: layer-wise learning-rate decay; none disables it
     mixer_lr_scale: learning-rate factor of the new parameters of mixers
-    attention_lr_scale: learning-rate factor of the pretrained parameters of attention layers
     clip_grad_norm: maximum gradient norm; none disables clipping
     grad_accum_steps: gradient accumulation steps
     ema: decay of the EMA of the weights; 0 for no EMA
@@ -98,10 +97,7 @@ class OptimSettings:
     ridge: weight of the first-order term in that blend, at half of the warm-up (lambda in A A + lambda A for ahla)
     """
 
-    former = (
-        ("clip", "clip_grad_norm"), ("accumulate", "grad_accum_steps"), ("mixer_lr", "mixer_lr_scale"),
-        ("attention_lr", "attention_lr_scale"),
-    )  # fmt: skip
+    former = (("clip", "clip_grad_norm"), ("accumulate", "grad_accum_steps"), ("mixer_lr", "mixer_lr_scale"))
 
     name: str = "adamw"
     lr: float = 1e-3
@@ -109,7 +105,6 @@ class OptimSettings:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     layer_decay: float | None = None
     mixer_lr_scale: float = 1.0
-    attention_lr_scale: float = 1.0
     clip_grad_norm: float | None = 1.0
     grad_accum_steps: int = 1
     ema: float = 0.0
@@ -118,8 +113,7 @@ class OptimSettings:
     ridge: float = 1.0
 
     def __post_init__(self) -> None:
-        positive = ("lr", "mixer_lr_scale", "attention_lr_scale", "clip_grad_norm", "ridge")
-        check_ranges("optim", self, **dict.fromkeys(positive, POSITIVE))
+        check_ranges("optim", self, **dict.fromkeys(("lr", "mixer_lr_scale", "clip_grad_norm", "ridge"), POSITIVE))
         check_ranges("optim", self, grad_accum_steps="[1, inf)", weight_decay="[0, inf)", layer_decay="(0, 1]")
         check_ranges("optim", self, **dict.fromkeys(("betas", "anneal", "ema"), "[0, 1)"))
         if len(self.betas) not in (2, 3):
