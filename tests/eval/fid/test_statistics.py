@@ -13,7 +13,7 @@ from tests.forks import finish, start_two
 from tests.helpers.runs import tiny
 from tests.helpers.small_images import SmallNetwork, noise_images, save_npz, small_extractor
 from zoo.data.transforms import center_crop
-from zoo.eval.fid import FidOptions, ModuleExtractor, load_statistics, reference_statistics, score
+from zoo.eval.fid import FidOptions, ModuleExtractor, evaluate, load_statistics, reference_statistics, score
 from zoo.eval.fid.features import extract_features
 from zoo.eval.fid.images import open_image_set
 from zoo.train.classification import ClassificationRun
@@ -62,16 +62,16 @@ def test_every_source_gives_the_same_images_and_the_same_card(tmp_path):
         assert found == pytest.approx(scores[0], rel=1e-9)
 
 
-def test_saved_statistics_give_the_same_scores(tmp_path):
+def test_saved_statistics_give_the_same_scores(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "REFERENCE_FEATURES", 30)
     images, reference = noise_images(60, 0), save_npz(noise_images(70, 1), tmp_path / "reference.npz")
-    options = FidOptions(workers=0, batch_size=16, reference_features=30)
-    made = reference_statistics(reference, small_extractor(), options)
+    made = reference_statistics(reference, small_extractor(), PLAIN)
     made.save(tmp_path / "stats.safetensors")
     stored = load_statistics(tmp_path / "stats.safetensors")
     assert stored.features.shape == (30, 6) and stored.pool.n == 70 and stored.pool.mean.dtype == torch.float64
     assert stored.extractor["sha256"] == small_extractor().identity.sha256 and stored.extractor["resize"] == "none"
     one, other = (
-        score([images], where, small_extractor(), options)["scores"]
+        score([images], where, small_extractor(), PLAIN)["scores"]
         for where in (reference, str(tmp_path / "stats.safetensors"))
     )
     assert one == other and one["kid"] is not None
@@ -309,7 +309,7 @@ def test_help(capsys):
 
     evaluate_fid.main(["--help"])
     text = capsys.readouterr().out
-    assert "usage: " in text and "fid.reference_features (int, default 10000)" in text
+    assert "usage: " in text and "fid.batch_size (int, default 64)" in text
 
 
 def test_the_embedded_digits_are_a_set_of_images():

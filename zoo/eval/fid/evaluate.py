@@ -22,6 +22,7 @@ from zoo.eval.fid.statistics import Statistics, array_names, holds_statistics, l
 from zoo.io import environment
 
 MIN_SAMPLES = 10_000  # number of images below which the bias of the Frechet distance is large
+REFERENCE_FEATURES = 10_000  # number of reference images (fixed random subset) for KID, precision and recall
 VALUES = ("kid", "kid_std", "precision", "recall", "inception_score", "inception_score_std")
 
 
@@ -57,10 +58,10 @@ def score(
 
 def reference_statistics(where: Place, extractor: Extractor, options: FidOptions | None = None) -> Statistics:
     """Compute the statistics of images, or load them from a statistics file, if possible with the features of
-    `reference_features` images. Raises ValueError for statistics of another extractor."""
+    `REFERENCE_FEATURES` images. Raises ValueError for statistics of another extractor."""
     options = options or FidOptions()
     if not holds_statistics(where):
-        found = _extract(where, extractor, options, keep=options.reference_features)
+        found = _extract(where, extractor, options, keep=REFERENCE_FEATURES)
         found.statistics.features = found.features
         return found.statistics
     assert isinstance(where, str | Path)
@@ -77,7 +78,7 @@ def reference_statistics(where: Place, extractor: Extractor, options: FidOptions
     if "arr_0" not in array_names(where):
         known.warnings.append(f"{where} holds mu and sigma, but no images: no KID, precision and recall")
         return known
-    shown = _extract(where, extractor, options, keep=options.reference_features)
+    shown = _extract(where, extractor, options, keep=REFERENCE_FEATURES)
     known.features, known.image_size = shown.features, shown.statistics.image_size
     return known
 

@@ -20,7 +20,6 @@ class FidOptions:
     image_size: side in pixels to which images of folders and parquet files are cropped and resized, as ADM does; none
       keeps their size
     image_key: image column of parquet files
-    reference_features: number of reference images (fixed random subset) for KID, precision and recall
     batch_size: batch size
     workers: DataLoader workers
     device: torch device; empty for the accelerator if there is one (command line) or the CPU (library)
@@ -33,14 +32,12 @@ class FidOptions:
     save: str = ""
     image_size: int | None = None
     image_key: str = "image"
-    reference_features: int = 10_000
     batch_size: int = 64
     workers: int = WORKERS
     device: str = ""
 
     def __post_init__(self) -> None:
-        check_ranges("fid", self, **dict.fromkeys(("batch_size", "reference_features", "image_size"), "[1, inf)"))
-        check_ranges("fid", self, workers="[0, inf)")
+        check_ranges("fid", self, batch_size="[1, inf)", image_size="[1, inf)", workers="[0, inf)")
         check_device("fid.device", self.device)
         if self.save and not self.save.endswith(".safetensors"):
             raise ValueError(f"fid.save must name a .safetensors file, got {self.save!r}")
