@@ -12,6 +12,7 @@ import torch
 import hla_kernels as hk
 from hla_kernels import op as front
 from hla_kernels.dispatch import forms, recording
+from hla_kernels.hla.stages import operator as stages
 from hla_kernels.sequences import Sequences
 from hla_kernels.softmax.adaptive.fused import operator as adaptive
 
@@ -57,9 +58,9 @@ def seen(monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         new = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, new=new, **more: alive.append(new(*args, **more)) or alive[-1])
-    for home in (Sequences, adaptive):
-        tables = home.tables
-        monkeypatch.setattr(home, "tables", lambda *args, new=tables: alive.append(new(*args)) or alive[-1])
+    for home, name in ((Sequences, "tables"), (adaptive, "tables"), (stages.Constants, "of")):
+        new = getattr(home, name)
+        monkeypatch.setattr(home, name, lambda *args, new=new: alive.append(new(*args)) or alive[-1])
 
     def run(kernel, grid):
         def launch(*args, **options):
@@ -97,6 +98,8 @@ def normal(launches, tensors):
         return "other", others.setdefault(at, len(others))
 
     def plain(x):
+        if isinstance(x, tuple):
+            return tuple(map(plain, x))
         if isinstance(x, torch.Tensor):
             return place(x.data_ptr()) if x.numel() > 0 else 0  # nothing of it is read
         return place(x) if isinstance(x, int) and x > 2**24 else x
@@ -201,6 +204,49 @@ def test_the_same_launches_of_tiles(monkeypatch, seen, select, far, masked, dtyp
     want, given = tiles(*case)
     assert repeated == normal(seen, [*given, *want]) and len(seen) == first
     assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
+
+
+CALLS = (
+    ("linear_attention", None, False, 0), ("ahla", "identity", False, 0), ("hla3", "relu", False, 0),
+    ("hla2", "relu", True, 0), ("linear_attention", "elu1", True, 16), ("hla2", None, False, 16),
+)  # fmt: skip
+
+
+def causal(op, feature_map, normalize, frame, decay, save):
+    """Everything that a causal forward and, with `save`, its backward return, and its inputs."""
+    x, grad, _ = inputs(("",), (2, 160, 2, 64), False)
+    gamma = torch.full((1, 2, 1, 1, 1), 0.9) if decay else None
+    o, *saved = OPS.causal_stages(*x, gamma, None, op, feature_map, normalize, 0.5, frame, 1e-6, save, False)
+    if not save:
+        return (o, *saved), x
+    rest = (None, None, [o, *saved], False, op, feature_map, normalize, 0.5, frame)
+    return (o, *saved, *OPS.causal_stages_backward(grad, *x, gamma, *rest)), [*x, grad]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("decay", (False, True))
+@pytest.mark.parametrize("save", (False, True))
+def test_the_same_launches_of_causal_calls(monkeypatch, seen, call, decay, save):
+    causal(*call, decay, save)
+    first = len(seen)
+    with monkeypatch.context() as patch:
+        patch.setattr(recording, "_record", None)  # only repeated
+        got, given = causal(*call, decay, save)
+    repeated = normal(seen[first:], [*given, *got])
+    assert len(recording.RECORDINGS) == 1 + save
+    wide = save and call[2] and call[0] != "linear_attention"  # torch casts to and from float32
+    assert all((x is None) == wide for x in recording.RECORDINGS.values())
+    recording.RECORDINGS.clear()
+    seen.clear()
+    want, given = causal(*call, decay, save)
+    assert repeated == normal(seen, [*given, *want]) and len(seen) == first
+    assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
+
+
+def test_large_causal_calls_are_not_recorded(monkeypatch, seen):
+    monkeypatch.setattr(stages, "MOST", 1000)
+    causal(*CALLS[0], False, True)
+    assert seen and not recording.RECORDINGS
 
 
 def recorded() -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...dispatch.operator import custom_op
-from ...dispatch.recording import launch
+from ...dispatch.recording import launch, repeated
 from ...features import feature, feature_width
 from .operator import log2_decay
 from .plan import padded
@@ -24,6 +25,19 @@ def causal_step(
     q [B, 1, H, D], k [B, 1, Hk, D], v [B, 1, Hk, Dv]; gamma as in `causal_stages`; state: float32 tensors [B, Hk, 1 or
     G, D, Dz], see `contents.STAGES`; arguments are checked by `op.run`.
     """
+    if not q.shape[0]:
+        return _empty(q, v, state)
+    log2, form = log2_decay(gamma, q.shape[2], k.shape[2]), (op, feature_map, normalize, scale, eps)
+    with torch.cuda.device_of(q):
+        run = partial(_step, q, k, v, log2, state, *form)
+        o, *after = repeated(("causal_step", *form), (q, k, v, log2, *state), run)
+    return o, after[0], after[1], after[2]
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, log2: Tensor | None, state: Sequence[Tensor], op: str, feature_map: str | None,
+    normalize: bool, scale: float | None, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
     from .step import step
 
     o, *after = _empty(q, v, state)
@@ -31,15 +45,12 @@ def causal_step(
     name = None if feature_map == "identity" else feature_map
     tokens = (q if name is None else feature(q.float(), name), k if name is None else feature(k.float(), name), v)
     width, groups = feature_width(d, feature_map), tuple(x.shape[2] > 1 for x in state)
-    if b:
-        with torch.cuda.device_of(q):
-            launch(
-                step, (h, b), *(x.contiguous() for x in tokens), log2_decay(gamma, h, hk),
-                tuple(x.contiguous() for x in state), tuple(after[: len(state)]), o, h // hk,
-                1.0 if scale is None else scale, eps, GROUPS=groups, OP=op, D=width, DV=dv, DP=padded(width),
-                VP=padded(dv), RATIO=normalize, num_warps=8 if max(width, dv) > 64 else 4,
-            )  # fmt: skip
-    return o, after[0], after[1], after[2]
+    launch(
+        step, (h, b), *(x.contiguous() for x in tokens), log2, tuple(x.contiguous() for x in state),
+        tuple(after[: len(state)]), o, h // hk, 1.0 if scale is None else scale, eps, GROUPS=groups, OP=op, D=width,
+        DV=dv, DP=padded(width), VP=padded(dv), RATIO=normalize, num_warps=8 if max(width, dv) > 64 else 4,
+    )  # fmt: skip
+    return o, *after
 
 
 def _empty(q: Tensor, v: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

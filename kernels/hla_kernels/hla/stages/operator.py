@@ -5,19 +5,22 @@ The operator "paper" is hla2 with the paper's decay rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...dispatch.operator import custom_op, loadable
+from ...dispatch.recording import repeated
 from ...features import feature, feature_grad, feature_width
 from ..streaming.contents import STAGES
 from .plan import REST, in_tf32, walks
 
 if TYPE_CHECKING:
     from .launch import Pass, Tokens
+
+MOST = 2**22  # numbers of q in a call that is recorded
 
 
 def work_dtype(x: Tensor, op: str, normalize: bool, save: bool) -> torch.dtype:
@@ -70,23 +73,43 @@ def log2_decay(gamma: Tensor | None, h: int, hk: int) -> Tensor | None:
     return None if gamma is None else gamma.float().log2().expand(1, hk, h // hk, 1, 1).reshape(h).contiguous()
 
 
+class Constants(NamedTuple):
+    """What a call needs beside its tokens, made by torch: log2 of the decay per query head, and the same between tokens
+    of a segment, float32 [H], or None; the column of ones of a ratio, float32 [B, N, Hk], or None."""
+
+    log2: Tensor | None
+    within: Tensor | None
+    ones: Tensor | None
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, gamma: Tensor | None, normalize: bool, frame: int) -> Constants:
+        h, hk = q.shape[2], v.shape[2]
+        log2 = log2_decay(gamma, h, hk)
+        within = None if frame else log2  # a decay over frames acts between them alone
+        if normalize and within is None:
+            # without a decay, tiles that are operands are also read by threads, and Triton's pipeline could overwrite
+            within = q.new_zeros(h, dtype=torch.float32)
+        return cls(log2, within, v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None)
+
+
 def _pass(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, name: str | None, normalize: bool, scale: float | None,
-    frame: int, work: torch.dtype,
+    q: Tensor, k: Tensor, v: Tensor, x: Constants, name: str | None, scale: float | None, frame: int,
+    work: torch.dtype,
 ) -> tuple[Pass, tuple[Tokens, Tokens, Tokens]]:  # fmt: skip
     """Return the launches of a call, and its q, k, v after the feature map, in the dtype `work`."""
     from .launch import Pass, Tokens
 
-    h, hk = q.shape[2], k.shape[2]
-    log2 = log2_decay(gamma, h, hk)
-    within = None if frame else log2  # a decay over frames acts between them alone
-    if normalize and within is None:
-        # without a decay, tiles that are operands are also read by threads, and Triton's pipeline could overwrite them
-        within = q.new_zeros(h, dtype=torch.float32)
-    ones = v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None
+    launches = Pass(q.shape[2], x.log2, x.within, 1.0 if scale is None else scale, frame)
     q, k, v = _features(q, name, work), _features(k, name, work), loadable(v.to(work))
-    launches = Pass(h, log2, within, 1.0 if scale is None else scale, frame)
-    return launches, (Tokens(q), Tokens(k), Tokens(v, ones))
+    return launches, (Tokens(q), Tokens(k), Tokens(v, x.ones))
+
+
+def _repeated(form: tuple, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, ...]]) -> Any:
+    """Return run(), replayed from a recording if the call is small: a recording keeps all buffers of a call at once."""
+    first = inputs[0]
+    assert first is not None
+    with torch.cuda.device_of(first):
+        return run() if first.numel() > MOST else repeated(form, inputs, run)
 
 
 def _by_stage(op: str, state: Tensor, d: int, e: int) -> dict[str, Tensor]:
@@ -118,37 +141,53 @@ def causal_stages(
     q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk, Dv]; gamma [1, Hk or 1, G or 1, 1, 1] or None; first, the state before
     the tokens, float32 [B, H, `state_size`] or None; frame: tokens per frame, or 0; arguments are checked by `op.run`.
     """
+    none, size = q.new_empty(0, dtype=torch.float32), state_size(op, *_widths(q, v, feature_map, normalize))
+    work = work_dtype(q, op, normalize, save)
+    if not q.shape[0]:
+        last = none.new_empty(0, q.shape[2], size) if keep else none
+        found = _saved(q, work, _shapes(q, k, v, op, feature_map, normalize, save))
+        return q.new_empty((*q.shape[:3], v.shape[3])), last, *found
+    x = Constants.of(q, v, gamma, normalize, frame)
+    rest = (op, feature_map, normalize, scale, frame, eps, save, keep)
+    return _repeated(("causal_stages", *rest), (q, k, v, first, *x), lambda: _forward(q, k, v, x, first, *rest))
+
+
+def _widths(q: Tensor, v: Tensor, feature_map: str | None, normalize: bool) -> tuple[int, int]:
+    """Return the number of features, and of channels of values with the column of a ratio."""
+    return feature_width(q.shape[3], feature_map), v.shape[3] + normalize
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, x: Constants, first: Tensor | None, op: str, feature_map: str | None,
+    normalize: bool, scale: float | None, frame: int, eps: float, save: bool, keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the outputs of `causal_stages`."""
     from . import compose, paper
 
-    d, e = feature_width(q.shape[3], feature_map), v.shape[3] + normalize
-    work, none = work_dtype(q, op, normalize, save), q.new_empty(0, dtype=torch.float32)
+    (d, e), none = _widths(q, v, feature_map, normalize), q.new_empty(0, dtype=torch.float32)
+    work = work_dtype(q, op, normalize, save)
     saved = _saved(q, work, _shapes(q, k, v, op, feature_map, normalize, save))
-    if not q.shape[0]:
-        last = none.new_empty(0, q.shape[2], state_size(op, d, e)) if keep else none
-        return q.new_empty((*q.shape[:3], v.shape[3])), last, *saved
     sizes = (q.shape[0] * q.shape[2], q.shape[1], d, v.shape[3])
-    if walks(op, q.dtype, sizes, gamma is not None, normalize, frame, save):
+    if walks(op, q.dtype, sizes, x.log2 is not None, normalize, frame, save):
         from .walk import walked
 
-        with torch.cuda.device_of(q):
-            phi_q, phi_k = _features(q, feature_map, work), _features(k, feature_map, work)
-            log2, s = log2_decay(gamma, q.shape[2], k.shape[2]), 1.0 if scale is None else scale
-            y, state = walked(op, phi_q, phi_k, loadable(v.to(work)), log2, first, s, keep)
+        phi_q, phi_k = _features(q, feature_map, work), _features(k, feature_map, work)
+        y, state = walked(
+            op, phi_q, phi_k, loadable(v.to(work)), x.log2, first, 1.0 if scale is None else scale, keep
+        )
         return y, none if state is None else state, *saved
-    with torch.cuda.device_of(q):
-        p, tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, work)
-        before = None if first is None else _by_stage(op, first, d, e)
-        eps_of = eps if normalize else None
-        if op == "paper":
-            o, u, r, after = paper.forward(p, *tokens, before, keep, q.dtype)
-        else:
-            o, u, r, after = compose.forward(op, p, *tokens, eps_of, before, keep, q.dtype)
-        last = _flat(op, after) if keep else none
+    p, tokens = _pass(q, k, v, x, feature_map, scale, frame, work)
+    before = None if first is None else _by_stage(op, first, d, e)
+    eps_of = eps if normalize else None
+    if op == "paper":
+        o, u, r, after = paper.forward(p, *tokens, before, keep, q.dtype)
+    else:
+        o, u, r, after = compose.forward(op, p, *tokens, eps_of, before, keep, q.dtype)
+    last = _flat(op, after) if keep else none
     if not save:
         return o.x, last, *saved
     kept = (None if u is None else u.x, None if r is None else r.x, None if r is None else r.extra, o.extra, o.rest)
-    found = [new if new is not None else none for new, none in zip(kept, saved, strict=True)]
-    return o.x, last, found[0], found[1], found[2], found[3], found[4]
+    return o.x, last, *(new if new is not None else none for new in kept)
 
 
 @causal_stages.register_fake
@@ -168,51 +207,65 @@ def causal_stages_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv, dgamma, dfirst); last_grad: gradient of the state after the tokens, None without one; saved:
     the outputs of the forward; dgamma is empty unless `gamma_grad`, dfirst without states."""
+    if not q.shape[0]:
+        none = q.new_empty((0,))
+        d_gamma = torch.zeros_like(gamma) if gamma is not None and gamma_grad else none
+        d_first = none if first is None else torch.zeros_like(first)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), d_gamma, d_first
+    x = Constants.of(q, v, gamma, normalize, frame)
+    rest = (op, feature_map, normalize, scale, frame)
+    return _repeated(
+        ("causal_stages_backward", gamma_grad, *rest), (q, k, v, grad, first, last_grad, *saved, *x),
+        lambda: _backward(grad, q, k, v, gamma if gamma_grad else None, x, first, last_grad, saved, *rest),
+    )  # fmt: skip
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, x: Constants, first: Tensor | None,
+    last_grad: Tensor | None, saved: Sequence[Tensor], op: str, feature_map: str | None, normalize: bool,
+    scale: float | None, frame: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the outputs of `causal_stages_backward`. gamma: None if it needs no gradient."""
     from . import compose, paper, rows
     from .launch import Sums, Tokens, gradient_of_decay
 
     none, streams = q.new_empty((0,)), first is not None or last_grad is not None
-    if not q.shape[0]:
-        d_gamma = torch.zeros_like(gamma) if gamma is not None and gamma_grad else none
-        d_first = none if first is None else torch.zeros_like(first)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), d_gamma, d_first
-    o, last, u, r, r_extra, divisor, rest = (x if x.numel() else None for x in saved)
-    with torch.cuda.device_of(q):
-        dtype, group = work_dtype(q, op, normalize, True), q.shape[2] // k.shape[2]
-        p, tokens = _pass(q, k, v, gamma, feature_map, normalize, scale, frame, dtype)
-        p.sums = Sums() if gamma_grad else None
-        extra = None
-        if o is not None and divisor is not None and rest is not None:
-            grad, extra = rows.of_ratio(grad, o, rest, divisor, dtype, in_tf32(dtype))
-        do = Tokens(loadable(grad.to(dtype)), extra)
-        inner = None if u is None else Tokens(u), None if r is None else Tokens(r, r_extra)
-        wide = torch.float32 if group > 1 else dtype
-        before, after, factor = None, None, torch.ones(1, 1, device=q.device)
-        if streams:
-            d, e = feature_width(q.shape[3], feature_map), v.shape[3] + normalize
-            zeros = q.new_zeros((q.shape[0], q.shape[2], state_size(op, d, e)), dtype=torch.float32)
-            # reversed sums begin one token after the last one, end at the first, and their outputs are scaled
-            factor = p.scale * (factor if p.log2 is None else p.log2.exp2()[:, None])
-            before = _by_stage(op, zeros if first is None else first, d, e)
-            after = _by_stage(op, zeros if last_grad is None else last_grad / factor, d, e)
-        adjoint = compose.Adjoint(before, after, normalize)
-        if op == "paper":
-            found = list(paper.backward(p, *tokens, *inner, do, adjoint))
-        else:
-            found = list(compose.backward(op, p, *tokens, *inner, do, wide, adjoint))
-        d_first = _flat(op, adjoint.grads) * factor if streams else none
-        if p.sums is not None and first is not None:
-            p.sums.add_states(first, d_first, -1)
-        if p.sums is not None and last is not None and last_grad is not None:
-            p.sums.add_states(last, last_grad, q.shape[1] // (frame or 1) - 1)
-        if group > 1:
-            found[1:] = (x.unflatten(2, (-1, group)).sum(3) for x in found[1:])
-        if feature_map not in (None, "identity"):
-            for i, x in enumerate((q, k)):
-                found[i] = _feature_grad(x, found[i], feature_map)
-        d_gamma = none if p.sums is None or gamma is None else gradient_of_decay(p.sums, gamma, group)
-    dq, dk, dv = (x.to(q.dtype).contiguous() for x in found)
-    return dq, dk, dv, d_gamma, d_first
+    o, last, u, r, r_extra, divisor, rest = (t if t.numel() else None for t in saved)
+    dtype, group = work_dtype(q, op, normalize, True), q.shape[2] // k.shape[2]
+    p, tokens = _pass(q, k, v, x, feature_map, scale, frame, dtype)
+    p.sums = None if gamma is None else Sums()
+    extra = None
+    if o is not None and divisor is not None and rest is not None:
+        grad, extra = rows.of_ratio(grad, o, rest, divisor, dtype, in_tf32(dtype))
+    do = Tokens(loadable(grad.to(dtype)), extra)
+    inner = None if u is None else Tokens(u), None if r is None else Tokens(r, r_extra)
+    wide = torch.float32 if group > 1 else dtype
+    before, after = None, None
+    factor: float | Tensor = p.scale
+    if streams:
+        d, e = _widths(q, v, feature_map, normalize)
+        zeros = q.new_zeros((q.shape[0], q.shape[2], state_size(op, d, e)), dtype=torch.float32)
+        # reversed sums begin one token after the last one, end at the first, and their outputs are scaled
+        factor = p.scale if p.log2 is None else p.scale * p.log2.exp2()[:, None]
+        before = _by_stage(op, zeros if first is None else first, d, e)
+        after = _by_stage(op, zeros if last_grad is None else last_grad / factor, d, e)
+    adjoint = compose.Adjoint(before, after, normalize)
+    if op == "paper":
+        found = list(paper.backward(p, *tokens, *inner, do, adjoint))
+    else:
+        found = list(compose.backward(op, p, *tokens, *inner, do, wide, adjoint))
+    d_first = _flat(op, adjoint.grads) * factor if streams else none
+    if p.sums is not None and first is not None:
+        p.sums.add_states(first, d_first, -1)
+    if p.sums is not None and last is not None and last_grad is not None:
+        p.sums.add_states(last, last_grad, q.shape[1] // (frame or 1) - 1)
+    if group > 1:
+        found[1:] = (t.unflatten(2, (-1, group)).sum(3) for t in found[1:])
+    if feature_map not in (None, "identity"):
+        for i, t in enumerate((q, k)):
+            found[i] = _feature_grad(t, found[i], feature_map)
+    d_gamma = none if p.sums is None or gamma is None else gradient_of_decay(p.sums, gamma, group)
+    return *(t.to(q.dtype).contiguous() for t in found), d_gamma, d_first
 
 
 @causal_stages_backward.register_fake
