@@ -187,7 +187,7 @@ def _forward(
     if not save:
         return o.x, last, *saved
     kept = (None if u is None else u.x, None if r is None else r.x, None if r is None else r.extra, o.extra, o.rest)
-    return o.x, last, *(new if new is not None else none for new in kept)
+    return o.x, last, *(empty if new is None else new for new, empty in zip(kept, saved, strict=True))
 
 
 @causal_stages.register_fake
