@@ -327,6 +327,7 @@ def test_text_that_is_too_long(captioned, pipeline, tmp_path):
     ):
         extract_latents.main(short)
     extract_latents.main([*short, "encode.truncate=true"])
+    assert load_file(tmp_path / "b" / "shard-00000.safetensors")["encoder_hidden_states"].shape[1] == 3
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ def step(name, state, key, v, f, beta, factor):
     return state + (factor * key).unsqueeze(-1) * v.unsqueeze(-2)
 
 
-def by_token(name, mixer, q, k, v, x, order):
+def by_token(name, mixer, q, k, v, x, order, activation=F.silu):
     """The recurrence along an order, then norm and gate, as the publications have them."""
-    q, k, v = (F.silu(t) for t in (q, k, v))
+    q, k, v = (activation(t) for t in (q, k, v))
     k = k if name in ("gla", "mamba2", "retnet") else k / k.norm(dim=-1, keepdim=True)
     f, beta, factor = rule(name, mixer, x, k)
     state, out = torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM, dtype=q.dtype), torch.empty_like(q)
@@ -79,6 +79,13 @@ def test_recurrence_in_the_direction_of_the_layer(name, layer, order):
     mixer = mixer_of(name, layer_index=layer, depthwise="")
     q, k, v, ctx = tokens()
     expected = finish(mixer, by_token(name, mixer, q, k, v, ctx.x, order), ctx.x)
+    torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=1e-7, atol=1e-8)
+
+
+def test_recurrence_without_activation():
+    mixer = mixer_of("gla", scan="raster", depthwise="", activation="identity")
+    q, k, v, ctx = tokens()
+    expected = finish(mixer, by_token("gla", mixer, q, k, v, ctx.x, RASTER, activation=lambda t: t), ctx.x)
     torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=1e-7, atol=1e-8)
 
 
