@@ -16,8 +16,8 @@ import torch
 import yaml
 
 from tests.campaign.harness import TABLES, Result, call, succeed
+from tests.helpers.runs import MEASURED
 from zoo.config import merge
-from zoo.progress import MEASURED
 from zoo.train.metrics_log import read_rows
 
 Tree = dict[str, Any]

@@ -16,6 +16,8 @@ from zoo.train.metrics_log import read_rows
 from zoo.train.settings import TrainSettings
 
 ROOT = Path(__file__).resolve().parents[2]
+# keys of metrics that depend on the machine, not on the run
+MEASURED = ("images_per_second", "seconds_per_step", "seconds", "peak_mib")
 TINY = {  # a ViT of 16 tokens that learns a little in a second
     "model": {
         "name": "vit_tiny_patch16_224",

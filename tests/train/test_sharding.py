@@ -15,10 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.forks import finish, start_two
-from tests.helpers.runs import TINY, tiny
+from tests.helpers.runs import MEASURED, TINY, tiny
 from zoo import config
 from zoo.diffusion.loading import load_transformer
-from zoo.progress import MEASURED
 from zoo.train import distributed
 from zoo.train.checkpoint import list_checkpoints
 from zoo.train.denoising.run import DiffusionRun

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.runs import tiny
-from zoo import progress
+from zoo.eval import timer
 from zoo.train.classification import ClassificationRun
 from zoo.train.metrics_log import read_rows
 
@@ -14,7 +14,7 @@ class Machine:
 
     def __init__(self, monkeypatch):
         self.now, self.peak, self.live = 0.0, 0, 0
-        monkeypatch.setattr(progress.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timer.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak * 2**20)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.live))
 
@@ -24,7 +24,7 @@ class Machine:
 
 def test_what_is_beside_the_training_has_its_own_time_and_memory(monkeypatch):
     machine = Machine(monkeypatch)
-    found = progress.Timer(torch.device("cuda"), 4)
+    found = timer.Timer(torch.device("cuda"), 4)
     machine.work(seconds=3, peak=50, live=10)
     with found.pause() as took:
         machine.work(seconds=7, peak=90, live=10)
@@ -33,7 +33,7 @@ def test_what_is_beside_the_training_has_its_own_time_and_memory(monkeypatch):
     assert found.interval(9) == (5, 5, {"peak_mib": 50})  # 3 and 2 seconds
     machine.work(seconds=1, peak=30, live=20)
     assert found.interval(10) == (1, 1, {"peak_mib": 30})
-    without = progress.Timer(torch.device("cpu"), 0)
+    without = timer.Timer(torch.device("cpu"), 0)
     machine.work(seconds=1, peak=99, live=0)
     assert without.interval(1) == (1, 1, {})
 

@@ -14,8 +14,9 @@ from zoo.diffusion.video_samplers import ClassVideoSampler, VideoSampler
 from zoo.eval.fid.features import processes
 from zoo.eval.sample_settings import SampleOptions, SampleSettings
 from zoo.eval.sample_writers import Mp4Folder, open_output
+from zoo.eval.timer import Timer
 from zoo.io import environment
-from zoo.progress import Timer, progress
+from zoo.progress import progress
 
 IRRELEVANT_KEYS = ("count", "batch_size", "device")  # options that do not change images
 

@@ -19,10 +19,11 @@ from zoo.conversion.order_warmup import OrderWarmup
 from zoo.data import AnyBatch, BatchPlan, check_unreadable
 from zoo.data.plan import seed_everything
 from zoo.errors import DamagedCheckpoint, TrainingFailed
+from zoo.eval.timer import Timer
 from zoo.files import FolderLock, sweep
 from zoo.io import write_json
 from zoo.precision import autocast
-from zoo.progress import Timer, progress
+from zoo.progress import progress
 from zoo.train import distributed
 from zoo.train.checkpoint import advice, choose_checkpoint, load_checkpoint, prune, save_checkpoint, set_aside, step_of
 from zoo.train.deepspeed_update import ZeroUpdater

@@ -11,11 +11,10 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.forks import Fork, finish, run_fork, start_two
-from tests.helpers.runs import wait_for_step
+from tests.helpers.runs import MEASURED, wait_for_step
 from tests.helpers.tiny_runs import tiny, tree
 from tests.helpers.tiny_video import SIZES
 from zoo import config
-from zoo.progress import MEASURED
 from zoo.train.denoising.run import DiffusionRun
 from zoo.train.denoising.settings import DiffusionSettings
 from zoo.train.metrics_log import read_rows
