@@ -72,6 +72,8 @@ SUMMARIES = {  # tables of other pages, if not those of PAGES
     "denoisers-h200": tables.denoisers,
     "dit-cifar10": tables.denoisers,
     "fidelity-h200": tables.forms,
+    "adaptive-float32-h200": tables.adaptive_float32,
+    "two-levels": tables.two_levels,
     "kernels-h200": report.two_sided,
     "models-h200": tables.speeds,
     "experiments-h100": tables.speeds,

@@ -307,6 +307,40 @@ def adaptive_kernels(result: dict) -> str:
     return "\n".join(lines)
 
 
+def adaptive_float32(result: dict) -> str:
+    """Summary: one line per shape and size of key tiles, with speed-ups over softmax and times of the torch form."""
+    lines = []
+    rows = [row | {"sizes": tuple(row["sizes"])} for row in result["rows"]]
+    for (sizes,), same in grouped_by(rows, "sizes").items():
+        by_form = grouped_by(same, "form")
+        (softmax,) = by_form["softmax",]
+        for ours, torch in zip(by_form["triton",], by_form["torch",], strict=True):
+            cells = [
+                [f"{_three_digits(ours[key])} ({softmax[key] / ours[key]:.2f}x)", _three_digits(torch[key])]
+                for key in ("forward_ms", "forward_backward_ms")
+            ]
+            lines.append([sizes, ours["k_tile"], *cells[0], *cells[1]])
+    head = ["tokens [B, H, N, D]", "k_tile", "forward, ms", "torch form", "forward + backward, ms", "torch form"]
+    return table(head, lines)
+
+
+def _three_digits(x: float) -> str:
+    return f"{x:#.3g}".rstrip(".")
+
+
+def two_levels(result: dict) -> str:
+    """Summary of simulations: one line per size of far tiles, one column per form of them, KL at each density."""
+    found: dict[str, dict[str, list[str]]] = {}
+    rows = [row for row in result["rows"] if row["form"] == "simulation"]
+    for row in rows:
+        size = f"{row['coarse']}, {row['refine']:.0%} refined to {row['fine']}" if "coarse" in row else row["fine"]
+        found.setdefault(str(size), {}).setdefault(row["far"], []).append(f"{row['kl']:.3f}")
+    densities = ", ".join(dict.fromkeys(f"1/{1 / row['density']:g}" for row in rows))
+    columns = list(dict.fromkeys(row["far"] for row in rows))
+    lines = [[size, *(", ".join(values[far]) for far in columns)] for size, values in found.items()]
+    return table(["far tiles", *(f"far={far}: KL at {densities}" for far in columns)], lines)
+
+
 def distances(metric: str, values: list[float], control: list[float]) -> str:
     """Mean, range if there are several values, and for a Frechet distance its ratio to the control's mean."""
     if not values:
