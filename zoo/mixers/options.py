@@ -5,11 +5,11 @@ The docstring of a class explains each option on a line `name: meaning`, from wh
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from zoo.errors import unknown_name
+from zoo.errors import nearest, unknown_name
 from zoo.grid import Grid
 from zoo.mixers.context import LayerSpec
 
@@ -193,8 +193,8 @@ class MixerConfig(NamedTuple):
     options: LocalOptions
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, Any]) -> "MixerConfig":
-        """Parse a mixer name and options.
+    def parse(cls, name: str, given: Mapping[str, Any], keywords: Iterable[str] = ()) -> "MixerConfig":
+        """Parse a mixer name and options. keywords: other arguments of the caller, suggested for an unknown option.
 
         Raises ValueError for an unknown name or option, with the nearest valid one, and for a value that is not
         allowed.
@@ -203,7 +203,7 @@ class MixerConfig(NamedTuple):
         known = [f.name for f in fields(defaults)]
         for option in given:
             if option not in known:
-                raise unknown_name(f"{name} option", option, known)
+                raise unknown_name(f"{name} option", option, known, nearest(str(option), [*known, *keywords]))
         tuples = {key: tuple(x) for key, x in given.items() if isinstance(x, list)}  # YAML and JSON have no tuples
         return cls(name, replace(defaults, **defaults.completed({**given, **tuples})))
 

@@ -185,7 +185,7 @@ def _plan(
             f"keep_softmax={keep!r}"
         )
     given = {"grid_dims": backbone.grid_dims(model), **options}
-    configs = {mixer: MixerConfig.parse(mixer, given) for mixer in set(chosen.values())}
+    configs = {mixer: MixerConfig.parse(mixer, given, ("layers", "keep_softmax")) for mixer in set(chosen.values())}
     swaps, rows = [], []
     for index, (name, attn) in enumerate(found.items()):
         old, inherited = backbone.current_mixer(model, attn), _count(attn)

@@ -188,6 +188,7 @@ BAD = [
     ({"mixer": "hlaa2"}, "unknown mixer 'hlaa2'.*Did you mean 'hla2'"),
     ({"mixer": "ahla", "feature_mp": "relu"}, "unknown ahla option 'feature_mp'.*Did you mean 'feature_map'"),
     ({"mixer": "ahla", "feature_map": "rel"}, "unknown feature map 'rel'.*Did you mean 'relu'"),
+    ({"mixer": "ahla", "keep_softmx": [0]}, "unknown ahla option 'keep_softmx'.*Did you mean 'keep_softmax'"),
     ({"mixer": "softmax", "gate": True}, "unknown softmax option 'gate'"),
     ({"mixer": "ahla", "layers": [7]}, "layers lists block indices from -2 to 1, got 7"),
     ({"mixer": "ahla", "layers": "block.0"}, "matches none of the attention layers blocks.0.attn ... blocks.1.attn"),

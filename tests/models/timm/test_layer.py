@@ -99,6 +99,7 @@ def test_the_grid_may_change_between_calls():
         ({"mixer": "mla"}, "Did you mean 'mhla'"),
         ({"feature_mp": "relu"}, "Did you mean 'feature_map'"),
         ({"num_heads": 5}, "dim=32 is not divisible by num_heads=5"),
+        ({"num_head": 4}, "Did you mean 'num_heads'"),
         ({"attn_drop": 0.1}, "never forms"),
         *(({"mixer": mixer}, "needs the grid") for mixer in NEEDY),
     ],

@@ -50,7 +50,8 @@ class Attention(AttentionSite):
         layer_index: int = 0,
         **options,
     ) -> None:
-        config = MixerConfig.parse(mixer, {k: v for k, v in options.items() if k not in ARGUMENTS})
+        given = {k: v for k, v in options.items() if k not in ARGUMENTS}
+        config = MixerConfig.parse(mixer, given, (*ARGUMENTS, "grid", "prefix", "layer_index"))
         host = {key: value for key, value in options.items() if key in ARGUMENTS}
         if host.get("attn_head_dim") is None and dim % num_heads:
             raise ValueError(f"dim={dim} is not divisible by num_heads={num_heads}")
