@@ -32,6 +32,14 @@ def test_help_and_version(capsys):
         cli.main(["train-clasifier"])
 
 
+@pytest.mark.parametrize("words", ["list families", "sample --help", "--completion bash"])
+def test_a_command_without_its_package_names_the_extra(words):
+    program = "import sys; sys.modules['diffusers'] = None; from zoo.cli import entry; entry()"
+    done = subprocess.run([sys.executable, "-c", program, *words.split()], capture_output=True, text=True)
+    message = "error: this command needs the package diffusers: pip install 'hla-zoo[diffusion]'\n"
+    assert (done.returncode, done.stderr) == (2, message)
+
+
 def test_lists(capsys):
     assert any(line.startswith("mhla ") for line in cli.main(["list", "mixers"]))
     assert "vit_mhla_tiny_patch16_224" in cli.main(["list", "models", "mhla", "tiny"])

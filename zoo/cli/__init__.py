@@ -40,6 +40,15 @@ COMMANDS = {
 def main(words: list[str]) -> Any:
     """Run the command named by the first word, with the other words as arguments. Returns the result of the command;
     raises ValueError."""
+    try:
+        return _run(words)
+    except ModuleNotFoundError as error:
+        if error.name not in ("diffusers", "transformers"):
+            raise
+        raise ValueError(f"this command needs the package {error.name}: pip install 'hla-zoo[diffusion]'") from error
+
+
+def _run(words: list[str]) -> Any:
     if not words or words[0] in ("-h", "--help"):
         print(f"{__doc__.rstrip()}\n\n{_table()}\n\n`zoo COMMAND --help` lists the keys of a command.")
         return None

@@ -74,8 +74,8 @@ def log2_decay(gamma: Tensor | None, h: int, hk: int) -> Tensor | None:
 
 
 class Constants(NamedTuple):
-    """What a call reads after its tokens, made by torch: log2 of the decay per query head, and the same between
-    tokens of a segment, float32 [H], or None; the column of ones of a ratio, float32 [B, N, Hk], or None."""
+    """Tensors that torch makes for a call: log2 of the decay per query head, and the same between tokens of a segment,
+    float32 [H], or None; the column of ones of a ratio, float32 [B, N, Hk], or None."""
 
     log2: Tensor | None
     within: Tensor | None
