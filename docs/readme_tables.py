@@ -48,6 +48,8 @@ PAGES = {  # name -> title and table of the page with all rows
     "multipole-h200": ("Operator multipole", report.multipole),
     "adaptive-h100": ("Operator adaptive multipole, 1,024 tokens", report.TEXT["adaptive"]),
     "adaptive-kernels-h200": ("Operator adaptive multipole", tables.adaptive_kernels),
+    "adaptive-registers-h200": ("Operator adaptive multipole: weights in registers", tables.plain),
+    "short-heads-h200": ("Linear attention of few tokens and heads: one launch or three", tables.plain),
     "causal-h200": ("Causal operators", tables.plain),
     "causal-forms-h200": ("Causal operators: decays, ratios, frames, decoding, delta rules", report.TEXT["causal"]),
     "causal-walk-h200": ("Causal operators: all stages in one launch", tables.plain),
