@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hla_kernels import op
 from hla_kernels.features import feature
 from zoo.mixers import Context, build_mixer
 from zoo.mixers.context import Rotation
@@ -35,14 +36,37 @@ def apart(half: bool) -> tuple[torch.Tensor, ...]:
     return q, k, v, torch.zeros(B, N, H * D, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("name", ["la", "ahla", "hla2", "hla3", "poly", "rala", "mhla", "mhla2"])
-def test_outputs_stay_within_the_values(name, half):
+NAMES = ("la", "ahla", "hla2", "hla3", "poly", "rala", "mhla", "mhla2")
+
+
+def mixed(name: str, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of a mixer, and v."""
     q, k, v, x = apart(half)
     layout = {"blocks": [2, 2]} if name.startswith("mhla") else {}
     mixer = build_mixer(name, H * D, H, D, dtype=torch.float64, **layout)
-    o = mixer(q, k, v, Context(x=x, grid=GRID, rotate=rotation(half)))
+    return mixer(q, k, v, Context(x=x, grid=GRID, rotate=rotation(half))), v
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_stay_within_the_values(name, half):
+    o, v = mixed(name, half)
     assert 0 < float(o.detach().abs().max()) <= float(v.abs().max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_read_the_tokens(monkeypatch, name):
+    """Those of the denominator too: with another last dimension, calls on GPUs run in torch."""
+    strides, choose = [], op.choose
+
+    def recorded(call: op.AnyCall, impl: str) -> str:
+        strides.extend(x.stride(3) for x in (call.q, call.k, call.v))
+        return choose(call, impl)
+
+    monkeypatch.setattr(op, "choose", recorded)
+    monkeypatch.setattr(op, "recall", lambda form: None)  # choices of earlier tests
+    mixed(name, False)
+    assert len(strides) >= 6 and set(strides) == {1}
 
 
 def test_a_denominator_of_unrotated_features_would_explode():

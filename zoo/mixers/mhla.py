@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 import hla_kernels
@@ -145,7 +144,7 @@ class BlockMixer(BlockedMixer):
         o = self._streamed("weights", rotate(q), rotate(k), v, **layout)
         if not self.options.normalize:
             return o
-        invariant, ones = self._rotation_invariant(rotate), torch.ones_like(v[..., :1]).expand(*v.shape[:-1], ONES)
+        invariant, ones = self._rotation_invariant(rotate), v.new_ones(ONES).expand(*v.shape[:-1], ONES)
         return o / (self._streamed("sums", invariant(q), invariant(k), ones, **layout)[..., :1] + EPS)
 
 

@@ -1,9 +1,9 @@
 """Compile for sm_90a, without a GPU, what a bfloat16 call of block mixing launches; one JSON line per kernel.
 
-python block_gate.py OPTIONS B H GRID BLOCKS D [rotary | shared] [+ OPTIONS ...]
+python block_gate.py OPTIONS B H GRID BLOCKS D [rotary | shared | ones] [+ OPTIONS ...]
 
-OPTIONS: JSON of those of `mhla`. shared: tokens that devices share. `+` begins another call; every line says of which
-call it is, the first is 0.
+OPTIONS: JSON of those of `mhla`. shared: tokens that devices share. ones: values of denominators. `+` begins another
+call; every line says of which call it is, the first is 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hla_kernels.features import map_kernels
 from tests.ops.blockmix.fused_cases import options_of
 from tests.ops.fused.offline.gate import Recorder, calls_of
 from tests.ops.fused.offline.judge import compile_call, key
+from zoo.mixers.base import ONES
 
 
 def record(o, b: int, h: int, d: int, kind: str = "") -> list:
@@ -34,16 +35,20 @@ def record(o, b: int, h: int, d: int, kind: str = "") -> list:
     Recorder.calls = []
     n, m = o.layout.n_tokens, o.layout.n_blocks
     qkv = torch.empty(b, n, 3, h, d, dtype=torch.bfloat16, device="meta")
-    grad, matrix = torch.empty_like(qkv[:, :, 0]), torch.empty(m, m, device="meta")
+    q, k, v = qkv.unbind(2)
+    if kind == "ones":
+        v = v.new_empty(ONES).expand(b, n, h, ONES)
+    grad, matrix = torch.empty_like(v), torch.empty(m, m, device="meta")
     turns = tuple(torch.empty(n, d // 2, device="meta") for _ in range(2)) if kind == "rotary" else None
     try:
         for module, name, kernel in kernels:
             setattr(module, name, Recorder(kernel))
         if kind == "shared":
-            shared_call(qkv.unbind(2), matrix, o, grad)
+            shared_call((q, k, v), matrix, o, grad)
             return Recorder.calls
-        saved = fused.forward(*qkv.unbind(2), matrix, o, None, turns, True)[1]
-        fused.backward(grad, *qkv.unbind(2), matrix, o, None, turns, torch.empty_like(qkv).unbind(2), saved)
+        saved = fused.forward(q, k, v, matrix, o, None, turns, True)[1]
+        outs = *torch.empty_like(qkv).unbind(2)[:2], torch.empty_like(grad)
+        fused.backward(grad, q, k, v, matrix, o, None, turns, outs, saved)
     finally:
         for module, name, kernel in kernels:
             setattr(module, name, kernel)

@@ -23,6 +23,7 @@ CASES = [
     ((5, 7), (2, 1), 1, {}, (2, 1, 16, 16), FULL, {}),
     ((3, 4, 5), (2, 2, 1), 0, BARE, (1, 1, 32, 32), HALF, {"mask": True}),
     ((3, 4, 5), (1, 1, 3), 3, {**PLAIN, "scale": 0.2}, (1, 1, 32, 48), FULL, {"layout": "strided"}),
+    ((5, 6), (2, 1), 0, PLAIN, (1, 2, 32, 16), FULL, {"layout": "ones", "positive": True}),
     ((37,), (2,), 0, {}, (1, 2, 40, 40), HALF, {"mask": True, "heads": True, "mean": 1.0}),
     ((5, 6), (2, 1), 0, {}, (1, 1, 72, 72), HALF, {"mean": 1.0}),
     ((5, 6), (2, 1), 1, {"feature_map": "elu1"}, (1, 1, 16, 16), HALF, {"turned": True, "mask": True}),

@@ -23,7 +23,8 @@ def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=
          positive=False):  # fmt: skip
     """(q, k, v, mixing), the output's gradient and a mask or None; sizes (B, H, D, Dv), `group` heads share a key head.
     Values have a mean; positive: queries and keys are.
-    Layouts: views of a packed qkv, or "strided": [B, H, N, D] seen as [B, N, H, D]."""
+    Layouts: views of a packed qkv, "strided": [B, H, N, D] seen as [B, N, H, D], or "ones": the same, with an expanded
+    vector of ones as values, as in denominators."""
     (b, h, d, dv), n, m = sizes, o.layout.n_tokens, o.layout.n_blocks
     g = torch.Generator(device).manual_seed(n + d)
 
@@ -36,6 +37,8 @@ def make(o: BlockOptions, sizes, dtype, *, device="cpu", layout="packed", heads=
     else:
         parts = ((h, d, 0), (h // group, d, 0), (h // group, dv, mean))
         q, k, v = ((draw(b, heads_, n, w) + more).to(dtype).transpose(1, 2) for heads_, w, more in parts)
+    if layout == "ones":
+        v = v.new_ones(dv).expand_as(v)
     if positive:
         q.abs_(), k.abs_()
     mixing = torch.rand((h, m, m) if heads else (m, m), generator=g, device=device)

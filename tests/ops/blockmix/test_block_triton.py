@@ -17,6 +17,7 @@ COMPILED = (
     ("{}", *WAN, "rotary"),
     ('{"normalize": false, "feature_map": null}', "2", "12", "21,30,52", "3,5,10", "128"),
     ('{"normalize": false, "feature_map": null}', "1", "12", "21,30,52", "3,5,10", "128", "shared"),
+    ('{"normalize": false, "feature_map": null}', "1", "12", "21,30,52", "3,5,10", "128", "ones"),
     ("{}", *DIT, "shared"),
     ("{}", *DIT),
     ('{"order": "hla2", "feature_map": "elu1"}', *DIT),
