@@ -1,7 +1,9 @@
 """The command `zoo convert` as a script."""
 
-from zoo.cli.convert import main
+from zoo.cli import command
 from zoo.config import command_line
+
+main = command("convert")
 
 if __name__ == "__main__":
     command_line(main)

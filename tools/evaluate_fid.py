@@ -1,7 +1,9 @@
 """The command `zoo fid` as a script."""
 
-from zoo.cli.fid import main
+from zoo.cli import command
 from zoo.config import command_line
+
+main = command("fid")
 
 if __name__ == "__main__":
     command_line(main)

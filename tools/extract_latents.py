@@ -1,7 +1,9 @@
 """The command `zoo extract-latents` as a script."""
 
-from zoo.cli.extract_latents import main
+from zoo.cli import command
 from zoo.config import command_line
+
+main = command("extract-latents")
 
 if __name__ == "__main__":
     command_line(main)

@@ -1,7 +1,9 @@
 """The command `zoo sample` as a script."""
 
-from zoo.cli.sample import main
+from zoo.cli import command
 from zoo.config import command_line
+
+main = command("sample")
 
 if __name__ == "__main__":
     command_line(main)

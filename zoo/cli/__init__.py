@@ -10,6 +10,7 @@ script for tab completion; add `source FILE` to ~/.bashrc.
 import importlib
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import zoo
@@ -46,6 +47,11 @@ def main(words: list[str]) -> Any:
         if error.name not in ("diffusers", "transformers"):
             raise
         raise ValueError(f"this command needs the package {error.name}: pip install 'hla-zoo[diffusion]'") from error
+
+
+def command(name: str) -> Callable[[list[str]], Any]:
+    """Return the function that runs a command with the words behind its name."""
+    return lambda words: main([name, *words])
 
 
 def _run(words: list[str]) -> Any:
