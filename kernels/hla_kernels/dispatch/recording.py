@@ -122,22 +122,20 @@ def repeated(form: tuple, inputs: Sequence[Tensor | None], work: Work) -> tuple[
 
 
 def _signature(inputs: Sequence[Tensor | None]) -> list:
-    """Return everything about the inputs that a plan may depend on, including the distance between inputs that share
-    memory."""
+    """Return everything about the inputs that a plan may depend on, including which ones share memory, and their
+    distance in it."""
     found: list[Any] = []
-    homes: dict[int, int] = {}
-    for x in inputs:
+    homes: dict[int, tuple[int, int]] = {}
+    for i, x in enumerate(inputs):
         if x is None:
             found.append(None)
             continue
         at = x.data_ptr()
         found.append((x.shape, x.stride(), x.dtype, at % ALIGNED))
-        if not _placed(x):
-            continue
-        home = _home(x)
-        if home in homes:
-            found.append(at - homes[home])
-        homes.setdefault(home, at)
+        if _placed(x):
+            other, start = homes.setdefault(_home(x), (i, at))
+            if other != i:
+                found.append((other, at - start))
     first = inputs[0]
     assert first is not None
     found.append(first.device)

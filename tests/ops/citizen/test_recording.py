@@ -11,6 +11,7 @@ import torch
 import hla_kernels as hk
 from hla_kernels.dispatch import recording
 from hla_kernels.hla.stages import operator as stages
+from hla_kernels.hla.streaming.contents import STAGES
 from hla_kernels.sequences import Sequences
 from hla_kernels.softmax.adaptive.fused import operator as adaptive
 
@@ -112,24 +113,33 @@ def inputs(form, sizes, packed, dtype=torch.bfloat16):
     return x, torch.randn(b, n, h, d).to(dtype), coefficients
 
 
+def replayed(monkeypatch, seen, call) -> list:
+    """Check that call() -> (outputs, inputs) is replayed with the launches of a plain run; return its recordings."""
+    call()
+    first = len(seen)
+    with monkeypatch.context() as patch:
+        patch.setattr(recording, "_record", None)  # only repeated
+        got, given = call()
+    repeated = normal(seen[first:], [*given, *got])
+    found = list(recording.RECORDINGS.values())
+    recording.RECORDINGS.clear()
+    seen.clear()
+    want, given = call()
+    assert repeated == normal(seen, [*given, *want]) and len(seen) == first
+    assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
+    recording.RECORDINGS.clear()
+    seen.clear()
+    return found
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f[0]}-{f[1]}")
 def test_the_same_launches(monkeypatch, seen, form, sizes):
-    for packed in (True, False):
-        results(form, *inputs(form, sizes, packed))
-        first = len(seen)
-        again = inputs(form, sizes, packed)
-        with monkeypatch.context() as patch:
-            patch.setattr(recording, "_record", None)  # only repeated
-            got = results(form, *again)
-        repeated = normal(seen[first:], [*again[0], *again[1:], *got])
-        assert all(x is not None for x in recording.RECORDINGS.values())
-        recording.RECORDINGS.clear()
-        seen.clear()
-        want = results(form, *again)
-        assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
-        assert repeated == normal(seen, [*again[0], *again[1:], *want]) and len(seen) == first
-        seen.clear()
+    def call(packed):
+        x, *rest = inputs(form, sizes, packed)
+        return results(form, x, *rest), [*x, *rest]
+
+    assert all(replayed(monkeypatch, seen, lambda: call(True)) + replayed(monkeypatch, seen, lambda: call(False)))
 
 
 def test_fixed_coefficients_are_another_form(monkeypatch, seen):
@@ -160,19 +170,7 @@ def blocks(order, normalize, grid, cut, packed, sizes):
 @pytest.mark.parametrize(("grid", "cut"), (((32, 32), (4, 4)), ((9, 9), (5, 5)), ((64, 64), (8, 16))), ids=str)
 def test_the_same_launches_of_blocks(monkeypatch, seen, order, normalize, grid, cut):
     for packed in (True, False):
-        case = (order, normalize, grid, cut, packed, (2, 2, 64))
-        blocks(*case)
-        first = len(seen)
-        with monkeypatch.context() as patch:
-            patch.setattr(recording, "_record", None)  # only repeated
-            got, given = blocks(*case)
-        repeated = normal(seen[first:], [*given, *got])
-        recording.RECORDINGS.clear()
-        seen.clear()
-        want, given = blocks(*case)
-        assert repeated == normal(seen, [*given, *want]) and len(seen) == first
-        assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
-        seen.clear()
+        replayed(monkeypatch, seen, lambda packed=packed: blocks(order, normalize, grid, cut, packed, (2, 2, 64)))
 
 
 def tiles(select, far, masked, dtype):
@@ -189,19 +187,8 @@ def tiles(select, far, masked, dtype):
 @pytest.mark.parametrize("masked", (False, True))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_the_same_launches_of_tiles(monkeypatch, seen, select, far, masked, dtype):
-    case = (select, far, masked, dtype)
-    tiles(*case)
-    first = len(seen)
-    with monkeypatch.context() as patch:
-        patch.setattr(recording, "_record", None)  # only repeated
-        got, given = tiles(*case)
-    repeated = normal(seen[first:], [*given, *got])
-    assert len(recording.RECORDINGS) == 2 and all(x is not None for x in recording.RECORDINGS.values())
-    recording.RECORDINGS.clear()
-    seen.clear()
-    want, given = tiles(*case)
-    assert repeated == normal(seen, [*given, *want]) and len(seen) == first
-    assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
+    found = replayed(monkeypatch, seen, lambda: tiles(select, far, masked, dtype))
+    assert len(found) == 2 and all(found)
 
 
 CALLS = (
@@ -225,20 +212,22 @@ def causal(op, feature_map, normalize, frame, decay, save):
 @pytest.mark.parametrize("decay", (False, True))
 @pytest.mark.parametrize("save", (False, True))
 def test_the_same_launches_of_causal_calls(monkeypatch, seen, call, decay, save):
-    causal(*call, decay, save)
-    first = len(seen)
-    with monkeypatch.context() as patch:
-        patch.setattr(recording, "_record", None)  # only repeated
-        got, given = causal(*call, decay, save)
-    repeated = normal(seen[first:], [*given, *got])
-    assert len(recording.RECORDINGS) == 1 + save
+    found = replayed(monkeypatch, seen, lambda: causal(*call, decay, save))
     wide = save and call[2] and call[0] != "linear_attention"  # torch casts to and from float32
-    assert all((x is None) == wide for x in recording.RECORDINGS.values())
-    recording.RECORDINGS.clear()
-    seen.clear()
-    want, given = causal(*call, decay, save)
-    assert repeated == normal(seen, [*given, *want]) and len(seen) == first
-    assert [(x.shape, x.stride(), x.dtype) for x in got] == [(x.shape, x.stride(), x.dtype) for x in want]
+    assert len(found) == 1 + save and all((x is None) == wide for x in found)
+
+
+@pytest.mark.parametrize("op", ("linear_attention", "ahla", "hla2", "hla3"))
+@pytest.mark.parametrize("decay", (False, True))
+def test_the_same_launches_of_a_decoded_token(monkeypatch, seen, op, decay):
+    def call():
+        x, _, _ = inputs(("",), (1, 1, 2, 64), True)
+        gamma = torch.full((1, 2, 1, 1, 1), 0.9) if decay else None
+        state = [torch.randn(1, 2, 1, 64, 64) for _ in STAGES[op]]
+        tokens = x[0].unbind(2)
+        return OPS.causal_step(*tokens, gamma, state, op, None, False, None, 1e-6), [*tokens, *state]
+
+    assert all(replayed(monkeypatch, seen, call))
 
 
 def test_large_causal_calls_are_not_recorded(monkeypatch, seen):
@@ -272,6 +261,8 @@ def test_what_a_form_is(seen):
     qkv = torch.randn(2, 37, 3, 2, 64).bfloat16()
     assert not known(*qkv.unbind(2)) and known(*qkv.clone().unbind(2))
     assert not known(*torch.randn(2, 37, 3, 2, 64).bfloat16().unbind(2)[::-1])
+    pair = torch.randn(2, *x[0].shape).bfloat16()
+    assert not known(x[0], *pair) and not known(pair[0], x[1], pair[1])  # values beside keys, or beside queries
     hk.set_batch_invariant(True)
     try:
         assert not known(*x)
@@ -364,9 +355,11 @@ def test_tensors_without_elements(seen):
 def test_every_launch_is_noted():
     """None is made as kernel[grid](...), past the recording."""
     package = Path(hk.__file__).parent
-    for path in (*package.glob("hla/fused/**/*.py"), *package.glob("blockmix/fused/**/*.py")):
-        calls = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)]
-        assert not [x.lineno for x in calls if isinstance(x.func, ast.Subscript)], path
+    folders = ("hla/fused", "hla/stages", "blockmix/fused", "softmax/adaptive/fused")
+    for path in (path for folder in folders for path in package.glob(f"{folder}/**/*.py")):
+        calls = [x.func for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)]
+        found = [ast.unparse(x) for x in calls if isinstance(x, ast.Subscript)]
+        assert not [x for x in found if not x.startswith("dict[")], path
 
 
 def test_what_is_more_than_launches_runs_every_time(seen):
