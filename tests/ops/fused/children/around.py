@@ -3,15 +3,19 @@ norms. Not collected: `test_interpreter` runs it."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import hla_kernels as hk
 from hla_kernels import op
+from hla_kernels.dispatch.recording import LOCAL
 from hla_kernels.features import feature, feature_grad, mapped
 from hla_kernels.features.rms_norm import prepared
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
+from hla_kernels.hla.fused.plan import paths
 from tests.helpers import rms_norms as norms
 from tests.helpers.error_rule import check_tokens, less, relative_error
 from tests.ops.fused.cases import FULL, HALF, check, make, poison
@@ -99,6 +103,25 @@ def test_opcheck_with_saved_state():
     torch.library.opcheck(torch.ops.hla_kernels.two_sided, (*x, None, *rest))
     qkv = torch.randn(1, 5, 3, 1, 16, requires_grad=True)
     torch.library.opcheck(torch.ops.hla_kernels.two_sided_qkvpacked, (qkv, None, *rest))
+
+
+@pytest.mark.parametrize("n", (paths.SHORT, paths.SHORT + 1))
+@pytest.mark.parametrize("d", (64, 72))
+@pytest.mark.parametrize("options", ({}, {"normalize": True}), ids=str)
+@pytest.mark.parametrize("save", (False, True))
+def test_one_launch_of_few_tokens(monkeypatch, save, options, d, n):
+    """A forward of few heads, but with 72 channels not before a backward, which runs other kernels."""
+    spec, launched = Spec("linear_attention", **options), []
+    tokens, grad, _ = make(spec, n, d, d, (1, 1), HALF, "positive")
+    outs = tuple(torch.empty_like(x) for x in tokens)
+    counter = SimpleNamespace(launched=lambda kernel, *_: launched.append(kernel))
+    with monkeypatch.context() as patch:
+        patch.setattr(LOCAL, "recorder", counter, raising=False)
+        poison(patch)
+        o, saved = fused.forward(*tokens, None, spec, save=save)
+        assert (len(launched) == 1) == (n == paths.SHORT and (d == 64 or not save))
+        fused.backward(grad, *tokens, None, spec, outs, saved)
+    check(spec, tokens, grad, None, [o, *outs])
 
 
 @pytest.mark.parametrize("on", (True, False))
