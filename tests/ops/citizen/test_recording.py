@@ -231,9 +231,15 @@ def test_the_same_launches_of_a_decoded_token(monkeypatch, seen, op, decay):
 
 
 def test_large_causal_calls_are_not_recorded(monkeypatch, seen):
-    monkeypatch.setattr(stages, "MOST", 1000)
-    causal(*CALLS[0], False, True)
+    monkeypatch.setattr(stages, "MOST", 2 * 160 * 2 * 64)
+    causal("hla2", None, False, 16, False, True)  # states of ten frames, 64 x 64 each
     assert seen and not recording.RECORDINGS
+    causal("hla2", None, False, 0, False, True)
+    assert len(recording.RECORDINGS) == 2
+    recording.RECORDINGS.clear()
+    monkeypatch.setattr(stages, "MOST", 1000)
+    causal("hla2", None, False, 0, False, True)
+    assert not recording.RECORDINGS
 
 
 def recorded() -> int:

@@ -20,7 +20,7 @@ from .plan import REST, in_tf32, walks
 if TYPE_CHECKING:
     from .launch import Pass, Tokens
 
-MOST = 2**22  # numbers of q in a call that is recorded
+MOST = 2**22  # numbers of q, or of the states of its frames, in a call that is recorded
 
 
 def work_dtype(x: Tensor, op: str, normalize: bool, save: bool) -> torch.dtype:
@@ -104,12 +104,15 @@ def _pass(
     return launches, (Tokens(q), Tokens(k), Tokens(v, x.ones))
 
 
-def _repeated(form: tuple, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, ...]]) -> Any:
+def _repeated(
+    form: tuple, tokens: tuple[Tensor, Tensor, Tensor], others: Sequence[Tensor | None], frame: int,
+    run: Callable[[], tuple[Tensor, ...]],
+) -> Any:  # fmt: skip
     """Return run(), replayed from a recording if the call is small: a recording keeps all buffers of a call at once."""
-    first = inputs[0]
-    assert first is not None
-    with torch.cuda.device_of(first):
-        return run() if first.numel() > MOST else repeated(form, inputs, run)
+    q, _, v = tokens
+    numbers = max(q.numel(), q.numel() // frame * v.shape[3] if frame else 0)
+    with torch.cuda.device_of(q):
+        return run() if numbers > MOST else repeated(form, (*tokens, *others), run)
 
 
 def _by_stage(op: str, state: Tensor, d: int, e: int) -> dict[str, Tensor]:
@@ -149,7 +152,8 @@ def causal_stages(
         return q.new_empty((*q.shape[:3], v.shape[3])), last, *found
     x = Constants.of(q, v, gamma, normalize, frame)
     rest = (op, feature_map, normalize, scale, frame, eps, save, keep)
-    return _repeated(("causal_stages", *rest), (q, k, v, first, *x), lambda: _forward(q, k, v, x, first, *rest))
+    form, run = ("causal_stages", *rest), lambda: _forward(q, k, v, x, first, *rest)
+    return _repeated(form, (q, k, v), (first, *x), frame, run)
 
 
 def _widths(q: Tensor, v: Tensor, feature_map: str | None, normalize: bool) -> tuple[int, int]:
@@ -215,7 +219,7 @@ def causal_stages_backward(
     x = Constants.of(q, v, gamma, normalize, frame)
     rest = (op, feature_map, normalize, scale, frame)
     return _repeated(
-        ("causal_stages_backward", gamma_grad, *rest), (q, k, v, grad, first, last_grad, *saved, *x),
+        ("causal_stages_backward", gamma_grad, *rest), (q, k, v), (grad, first, last_grad, *saved, *x), frame,
         lambda: _backward(grad, q, k, v, gamma if gamma_grad else None, x, first, last_grad, saved, *rest),
     )  # fmt: skip
 
