@@ -42,6 +42,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "fidelity-h200": ("Adaptive multipole: closeness to softmax at 256 tokens", tables.fidelity),
     "adaptive-float32-h200": ("Adaptive multipole in float32", tables.plain),
     "two-levels": ("Adaptive multipole: one and two levels of far tiles", tables.plain),
+    "nearest-digits": ("Adaptive multipole: nearest tiles among the exact ones", tables.plain),
     "adaptive-conversions-h100": ("Adaptive multipole: fine-tuned", tables.experiments),
     "kernels-h200": ("Operators", report.kernels),
     "block-pairs-h200": ("Block mixing of few tokens", tables.plain),

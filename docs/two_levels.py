@@ -39,7 +39,8 @@ LEVELS = [
     (16, 0, 0.0, 0.0), (32, 0, 0.0, 0.0), (64, 0, 0.0, 0.0), (16, 64, 0.5, 0.0), (16, 64, 0.25, 0.0),
     (16, 256, 0.5, 0.0), (16, 256, 0.25, 0.0), (16, 0, 0.0, 0.25), (16, 0, 0.0, 0.5),
 ]  # fmt: skip
-Q_TILE, PART = 64, 4  # tokens per query tile; neighbouring queries whose mean is scored
+SMALL = [(4, 0, 0.0, 0.0), (4, 0, 0.0, 0.25), (4, 0, 0.0, 0.5)]  # of fewer than 256 tokens, with query tiles of 16
+PART = 4  # neighbouring queries whose mean is scored
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Tiles:
 
     def errors(self, q: Tensor, field: Field) -> Tensor:
         """Return the expected error of each tile for each query tile, [B, H, U, T]."""
-        part, own = (members(field, size, q.device) for size in (PART, Q_TILE))
+        part, own = (members(field, size, q.device) for size in (PART, field.q_tile))
         q = part.mT @ q / part.sum(0)[:, None]
         spread = q.square() @ self.variance.mT
         p = (q @ self.mean.mT + spread / 2 + self.member.sum(0).log()).softmax(-1)
@@ -81,12 +82,13 @@ def highest(found: Tensor, fraction: float) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, levels: tuple[int, int, float, float], density: float, far: str,
-              grid: tuple[int, ...], prefix: int, suffix: int, q_scale: float, **_: Any) -> Tensor:  # fmt: skip
+              grid: tuple[int, ...], prefix: int, suffix: int, q_scale: float, q_tile: int = 64,
+              **_: Any) -> Tensor:  # fmt: skip
     """Return the attention [B, N, H, D] of one or two levels."""
     size, coarse, refine, near = levels
-    field = Field(tuple(grid), prefix, suffix, Q_TILE, size)
+    field = Field(tuple(grid), prefix, suffix, q_tile, size)
     q, k, v = (x.transpose(1, 2).float() for x in (q * q_scale, k, v))
-    own, fine = members(field, Q_TILE, q.device), Tiles.of(k, field, size)
+    own, fine = members(field, q_tile, q.device), Tiles.of(k, field, size)
     errors, pooled = fine.errors(q, field), q @ fine.mean.mT @ fine.member.mT
     if coarse:
         rough = Tiles.of(k, field, coarse)
@@ -110,13 +112,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, levels: tuple[int, int, float,
 
 
 def rows(settings: FidelitySettings) -> list[dict[str, Any]]:
-    """Return one row per far field, density and levels; the first level of 16 is also computed by the operator."""
+    """Return one row per far field, density and levels; the first level is also computed by the operator."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     candidate = open_candidate(settings.models[0], settings.data)
     model: Any = candidate.model.to(device).eval()
     images, labels = load_images(candidate, settings, device)
     wanted, found = logits(model, images), []
-    swap(model, "multipole", select="error", density=0.125, k_tile=16)
+    few = model.patch_embed.num_patches < 256
+    levels_of, densities, q_tile = (SMALL, (1 / 4, 1 / 8), 16) if few else (LEVELS, (1 / 8, 1 / 16), 64)
+    fine = levels_of[0][0]
+    swap(model, "multipole", select="error", density=0.125, k_tile=fine, q_tile=q_tile)
     operator = hla_kernels.adaptive_multipole
 
     def measure(call: Callable[..., Tensor], **place: Any) -> None:
@@ -128,10 +133,10 @@ def rows(settings: FidelitySettings) -> list[dict[str, Any]]:
         print(found[-1])
 
     for far in ("first", "mean"):
-        for density in (1 / 8, 1 / 16):
+        for density in densities:
             given = {"far": far, "density": density}
-            measure(lambda *t, given=given, **o: operator(*t, **(o | given)), form="operator", fine=16, **given)
-            for levels in LEVELS:
+            measure(lambda *t, given=given, **o: operator(*t, **(o | given)), form="operator", fine=fine, **given)
+            for levels in levels_of:
                 call = partial(attention, levels=levels)
                 measure(
                     lambda *t, given=given, call=call, **o: call(*t, **(o | given)), form="simulation",
