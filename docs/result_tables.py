@@ -333,7 +333,7 @@ def two_levels(result: dict) -> str:
     found: dict[str, dict[str, list[str]]] = {}
     rows = [row for row in result["rows"] if row["form"] == "simulation"]
     for row in rows:
-        size = f"{row['coarse']}, {row['refine']:.0%} refined to {row['fine']}" if "coarse" in row else row["fine"]
+        size = f"{row['coarse']}, {row['refine']:.0%} refined to {row['fine']}" if row.get("coarse") else row["fine"]
         found.setdefault(str(size), {}).setdefault(row["far"], []).append(f"{row['kl']:.3f}")
     densities = ", ".join(dict.fromkeys(f"1/{1 / row['density']:g}" for row in rows))
     columns = list(dict.fromkeys(row["far"] for row in rows))

@@ -5,8 +5,8 @@
 RUN is a softmax classifier (tools/train_vit.py). One level: key tiles of `fine` tokens. Two levels: a query tile
 refines the fraction `refine` of the tiles of `coarse` tokens by expected error; exact tiles are chosen among the
 refined ones, other tokens are pooled by coarse tiles. Nearest tiles: the fraction `near` of the exact tiles of a query
-tile are its nearest ones, the others are chosen by expected error, so that the density stays. All weights are formed,
-N x N per head. Writes runs/two-levels.json.
+tile are its nearest ones, the others are chosen by expected error, so that the density stays. A model of fewer than
+256 tokens has the smaller tiles of `SMALL`. All weights are formed, N x N per head. Writes runs/two-levels.json.
 """
 
 import sys

@@ -2,8 +2,8 @@
 
 python block_gate.py OPTIONS B H GRID BLOCKS D [rotary | shared | ones] [+ OPTIONS ...]
 
-OPTIONS: JSON of those of `mhla`. shared: tokens that devices share. ones: values of denominators. `+` begins another
-call; every line says of which call it is, the first is 0.
+OPTIONS: JSON of those of `mhla`. shared: tokens that devices share. ones: v is a tensor of ones, with which `mhla`
+computes denominators. `+` begins another call; every line says of which call it is, the first is 0.
 """
 
 from __future__ import annotations

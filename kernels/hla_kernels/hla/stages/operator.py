@@ -88,6 +88,7 @@ class Constants(NamedTuple):
         within = None if frame else log2  # a decay over frames acts between them alone
         if normalize and within is None:
             # without a decay, tiles that are operands are also read by threads, and Triton's pipeline could overwrite
+            # them
             within = q.new_zeros(h, dtype=torch.float32)
         return cls(log2, within, v.new_ones(v.shape[:3], dtype=torch.float32) if normalize else None)
 

@@ -48,12 +48,12 @@ def saves(
     """Return 1 if the forward uses several programs per head, which saves its moments for the backward, else 0; `save`:
     a backward follows. No branch on sizes, which may be symbolic while compiling."""
     small, first = narrow(w) or cut(w), spec.op == "linear_attention"
-    more: int | torch.SymInt = 1
+    long: int | torch.SymInt = 1
     if first and (narrow(w) or (small and not save)):
-        more = torch.sym_min(1, n // (SHORT + 1))
+        long = torch.sym_min(1, n // (SHORT + 1))
     if first and plain(spec) and small:
-        return more * few_heads(batch_heads, n, 512 if save else 2048)
-    few = more * few_heads(batch_heads, n, 2048)
+        return long * few_heads(batch_heads, n, 512 if save else 2048)
+    few = long * few_heads(batch_heads, n, 2048)
     if halved(spec, w, dtype, own) and narrow(w):  # about three heads per multiprocessor may be longer
         few *= 1 - torch.sym_min(1, batch_heads // 384) * (1 - torch.sym_min(1, n // 4609))
     return few if (spec.alone(dtype) and small) or halved(spec, w, dtype, own) else 1
