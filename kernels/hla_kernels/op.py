@@ -32,9 +32,10 @@ from .checks import (
 from .delta_rule import call as delta_call
 from .delta_rule import fused as delta_fused
 from .dispatch.forms import form_of, recall, remember
-from .dispatch.operator import are_fixed, needs_backward, refuse_forward_mode, to_onnx
+from .dispatch.gate import why_no_kernels
+from .dispatch.operator import are_fixed, needs_backward, refuse_forward_mode
 from .dispatch.trial import trial_of
-from .dispatch.verify import HAS_TRITON, Fault, fault, is_shipped, warn
+from .dispatch.verify import Fault, fault, is_shipped, warn
 from .features import feature
 from .hla import fused, stages
 from .hla.causal import causal, causal_op
@@ -66,7 +67,6 @@ from .softmax.taylor.reference import definition as taylor_definition
 
 # arguments of a call in addition to tokens and `Options`
 BESIDE = ("coefficients", "state", "return_state", "key_padding_mask", "cu_seqlens", "max_seqlen")
-AMD = Fault("the Triton forms are for NVIDIA GPUs, not for AMD's")
 SLOWER = {
     "reference": "slower: it is the definition, with N x N matrices or token by token",
     "torch": "slower: it writes moments and features in float32 where the Triton form keeps tiles",
@@ -116,18 +116,10 @@ def without_form(call: AnyCall) -> str | None:
 
 def why_not_triton(call: AnyCall) -> str | None:
     """Return the reason why no Triton form supports this call, or None."""
-    device = call.q.device.type
-    if device != "cuda":
-        return f"the Triton forms run on CUDA devices, not on {device}"
-    if reason := without_form(call):
+    device = call.q.device
+    if reason := (without_form(call) if device.type == "cuda" else None) or why_no_kernels(device):
         return reason
     assert not isinstance(call, taylor_call.TaylorCall)  # for mypy: it has a reason
-    if torch.version.hip:
-        return AMD
-    if to_onnx():
-        return "ONNX has no Triton kernels"
-    if not HAS_TRITON:
-        return "Triton is not installed"
     if isinstance(call, MultipoleCall):
         return why_not_multipole(call)
     if isinstance(call, delta_call.DeltaCall):

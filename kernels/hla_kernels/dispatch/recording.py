@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -106,8 +106,8 @@ def repeated(form: tuple, inputs: Sequence[Tensor | None], work: Work) -> tuple[
     work depends on.
     """
     key = (form, *_signature(inputs))
-    if key in RECORDINGS:
-        recording = RECORDINGS[key]
+    recording: Recording | Literal[False] | None = RECORDINGS.get(key, False)
+    if recording is not False:
         return work() if recording is None else recording.play(inputs)
     if key not in ONCE:
         if len(ONCE) >= MOST:

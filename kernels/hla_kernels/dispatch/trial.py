@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,6 +90,9 @@ def _causal(call: Any, widths: tuple[int, ...]) -> tuple:
 
 def runs(form: tuple) -> Iterator[Run]:
     """Return the runs that check a form on the current CUDA device, one for each path of its operator."""
+    if form[0] in FUNCTIONS:
+        yield FUNCTIONS[form[0]](*form[1:])
+        return
     op, dtype, widths, pairs = form
     if op == "delta":
         yield _delta_run(dtype, widths, **dict(pairs))
@@ -253,3 +256,56 @@ def _adaptive_run(
         return [y.detach(), sums, *torch.autograd.grad(y, (q, k, v), grad.to(y.dtype))]
 
     return run
+
+
+def _power_run(dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...]) -> Run:
+    """Return the function that runs `power_pair`, forward and backward."""
+    from ..features.power import power_op, power_torch
+
+    h, hk, d = sizes
+    return _function_run(
+        power_op, lambda q, k, of_q, of_k: (power_torch(q, of_q), power_torch(k, of_k)),
+        dtypes, ((2, N, h, d), (2, N // 2, hk, d), (h,), (hk,)), 2,
+    )  # fmt: skip
+
+
+def _norm_run(dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...]) -> Run:
+    """Return the function that runs `rms_norm`, perhaps with relu and a rotation, forward and backward."""
+    from ..features.rms_norm import PROGRAMS, rms_norm_op
+
+    c, relu, half = sizes
+    angle = torch.linspace(0, 6, PROGRAMS * half, device=DEVICE).view(PROGRAMS, half)
+    tables = (angle.cos(), angle.sin()) if half else (None, None)
+
+    def plain(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        y = torch.nn.functional.rms_norm(x.float(), (c,), weight.float(), 1e-6)
+        y = y.relu() if relu else y
+        if half:
+            even, odd = y.unflatten(-1, (-1, half, 2)).unbind(-1)
+            cos, sin = (t[:, None] for t in (angle.cos(), angle.sin()))
+            y = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-3)
+        return (y.to(x.dtype),)
+
+    kernels = lambda x, weight: rms_norm_op(x, weight, 1e-6, bool(relu), *tables)[:1]  # noqa: E731
+    return _function_run(kernels, plain, dtypes, ((2, PROGRAMS, c), (c,)), 1)
+
+
+def _function_run(
+    kernels: Callable, plain: Callable, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...], count: int
+) -> Run:
+    """Return the function that runs the kernels or the torch form of a function, forward and backward. Its `count`
+    outputs have the shapes of its first arguments; the others, a number per head or channel, are between 1 and 2."""
+    random = torch.Generator(DEVICE).manual_seed(0)
+    inputs = [torch.randn(x, generator=random, device=DEVICE) for x in shapes]
+    inputs = [x if i < count else 1 + x.sigmoid() for i, x in enumerate(inputs)]
+    inputs = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
+    grads = [torch.randn(x.shape, generator=random, device=DEVICE).to(x.dtype) for x in inputs[:count]]
+
+    def run(impl: str) -> list[Tensor]:
+        found = (kernels if impl == "triton" else plain)(*inputs)
+        return [*(x.detach() for x in found), *torch.autograd.grad(found, inputs, grads)]
+
+    return run
+
+
+FUNCTIONS = {"power_pair": _power_run, "rms_norm": _norm_run}  # without `impl`

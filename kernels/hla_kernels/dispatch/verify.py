@@ -122,7 +122,7 @@ def fault(form: tuple | None, index: int | None) -> Fault | None:
         major, minor = capability(index)
         if (major, minor) == TESTED:
             return None
-        return Fault(f"it was never tested on GPUs of compute capability {major}.{minor} (impl='triton' runs it)")
+        return Fault(f"it was never tested on GPUs of compute capability {major}.{minor}")
     key = (machine(index), form)
     if key not in VERDICTS:
         if torch.cuda.is_current_stream_capturing():

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dispatch.operator import like, saved_op, to_onnx
-from ..dispatch.verify import HAS_TRITON
+from ..dispatch.gate import trusted
+from ..dispatch.operator import like, saved_op
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,18 +31,21 @@ def power_pair(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor
             raise ValueError(f"{name} has {x.shape[2]} heads and needs as many exponents, got {tuple(exponent.shape)}")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k need equal numbers of channels per head, got {q.shape[3]} and {k.shape[3]}")
-    if _on_kernels(q) and _on_kernels(k):
+    if _on_kernels(q, k, of_q, of_k):
         return torch.ops.hla_kernels.power_pair(q, k, of_q, of_k)
     return power_torch(q, of_q), power_torch(k, of_k)
 
 
 def power(x: Tensor, exponent: Tensor) -> Tensor:
     """Apply the map to x [B, N, H, D] with exponent [H], like `power_pair`."""
-    return power_pair(x, x[:, :0], exponent, exponent)[0] if _on_kernels(x) else power_torch(x, exponent)
+    return power_pair(x, x[:, :0], exponent, exponent)[0] if x.is_cuda else power_torch(x, exponent)
 
 
-def _on_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in KERNEL_DTYPES and HAS_TRITON and not to_onnx()
+def _on_kernels(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> bool:
+    if not (q.is_cuda and k.is_cuda and q.dtype in KERNEL_DTYPES and k.dtype in KERNEL_DTYPES):
+        return False
+    dtypes = (q.dtype, k.dtype, of_q.dtype, of_k.dtype)
+    return trusted("power_pair", q.device, dtypes, (q.shape[2], k.shape[2], q.shape[3]))
 
 
 def power_torch(x: Tensor, exponent: Tensor) -> Tensor:

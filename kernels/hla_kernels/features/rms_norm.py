@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dispatch.gate import trusted
 from ..dispatch.operator import like, saved_op
 from ..dispatch.recording import launch
-from ..dispatch.verify import HAS_TRITON
 
 MAX_CHANNELS = 8192
 PROGRAMS = 4 * 132  # programs of the backward, each of which sums the weight gradient over some tokens
@@ -30,15 +30,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     The kernels run for 16-bit CUDA tensors of at most 8192 channels in eager mode; all other calls run plain torch
     code, which torch.compile fuses.
     """
-    if weight.dtype == x.dtype or not in_kernels(x):
+    if weight.dtype == x.dtype or not in_kernels(x, weight):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return torch.ops.hla_kernels.rms_norm(x, weight, eps)[0]
 
 
-def in_kernels(x: Tensor) -> bool:
-    """Whether the kernels support tokens x [.., C] here."""
-    sixteen = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-    return sixteen and HAS_TRITON and x.shape[-1] <= MAX_CHANNELS and not torch.compiler.is_compiling()
+def in_kernels(x: Tensor, weight: Tensor, relu: bool = False, half: int = 0) -> bool:
+    """Whether the kernels run for tokens x [.., C], with `relu` and a rotation of heads of 2 `half` channels."""
+    if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)) or torch.compiler.is_compiling():
+        return False
+    c = x.shape[-1]
+    return c <= MAX_CHANNELS and trusted("rms_norm", x.device, (x.dtype, weight.dtype), (c, relu, half))
 
 
 def prepared(x: Tensor, weight: Tensor, eps: float, relu: bool, cos: Tensor, sin: Tensor) -> Tensor:

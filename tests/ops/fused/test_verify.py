@@ -1,6 +1,5 @@
 """The first-use check of the Triton forms, with kernels that are right, wrong, unsteady or do not run."""
 
-import contextlib
 import json
 import warnings
 
@@ -13,7 +12,6 @@ from hla_kernels import op
 from hla_kernels.dispatch import trial, verify
 from hla_kernels.softmax.adaptive import fused, torch_form
 
-MACHINE = verify.Machine("a GPU", (8, 9), "3.8.0", "12.9")
 RATIO = {"feature_map": "elu1", "normalize": True}
 
 
@@ -41,28 +39,6 @@ def too_large(impl):
 
 def unwritten(impl):
     return [torch.full((3,), float("nan") if impl == "triton" else 1.0)]
-
-
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """A GPU that no test ran on, an empty cache; calls on it: those whose kernels run."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(verify.SWITCH, raising=False)
-    monkeypatch.setattr(verify, "WARNED", set())
-    monkeypatch.setattr(verify, "VERDICTS", {})
-    monkeypatch.setattr(verify, "machine", lambda index: MACHINE)
-    monkeypatch.setattr(verify, "capability", lambda index: MACHINE.capability)
-    monkeypatch.setattr(op, "is_shipped", lambda index: False)
-    monkeypatch.setattr(op, "why_not_triton", lambda call: None)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    calls = []
-
-    def of(*runs):
-        monkeypatch.setattr(trial, "runs", lambda form: (calls.append(form), iter(runs))[1])
-        return calls
-
-    return of
 
 
 def call(**options):

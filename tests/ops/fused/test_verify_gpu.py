@@ -7,7 +7,9 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels import op
-from hla_kernels.dispatch import verify
+from hla_kernels.dispatch import forms, gate, verify
+from hla_kernels.features.power import power_pair
+from hla_kernels.features.rms_norm import in_kernels
 from tests.helpers.fused_gpu import ANCHORED, BF16, ELU, FP16, FP32, RATIO, SOFTMAX
 
 pytestmark = [
@@ -26,7 +28,9 @@ def empty(monkeypatch, tmp_path):
     monkeypatch.delenv(verify.SWITCH, raising=False)
     monkeypatch.setattr(verify, "VERDICTS", {})
     monkeypatch.setattr(verify, "WARNED", set())
-    monkeypatch.setattr(op, "is_shipped", lambda index: False)
+    forms.KNOWN.clear()
+    for module in (op, gate):
+        monkeypatch.setattr(module, "is_shipped", lambda index: False)
 
 
 def tokens(dtype, d, n=197):
@@ -55,6 +59,15 @@ def test_other_operators_pass():
         op.delta_call.prepare(*x, log_f=-x[0].abs(), a=x[0].float().unsqueeze(3), b=x[0].unsqueeze(3)),
     ):
         assert op.why_not_triton(call) is None and op.unverified(call) is None, type(call)
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP16, FP32))
+def test_functions_without_impl_pass(dtype):
+    x, weight, p = tokens(dtype, 64)[0], torch.ones(64, device="cuda"), torch.full((4,), 3.0, device="cuda")
+    power_pair(x, x[:, :, 1:], p, p[1:])
+    norms = [(), (False, 32), (True, 32)] if dtype != FP32 else []
+    assert all(in_kernels(x, weight, *more) for more in norms)
+    assert [*verify.VERDICTS.values()] == [None] * (1 + len(norms))
 
 
 @pytest.mark.parametrize("d", (64, 128))

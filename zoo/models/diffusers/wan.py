@@ -61,8 +61,10 @@ class WanSite(DiffusionSite, WanAttention):
         relu: whether the feature map is ReLU.
         """
         name = self.mixer.fusable_map
-        fused = type(self.norm_q) is type(self.norm_k) is TokenRMSNorm and in_kernels(q)
-        return (name == "relu", *rotate.tables()) if name is not None and rotate is not None and fused else None
+        if name is None or rotate is None or not type(self.norm_q) is type(self.norm_k) is TokenRMSNorm:
+            return None
+        relu, (cos, sin) = name == "relu", rotate.tables()
+        return (relu, cos, sin) if in_kernels(q, self.norm_q.weight, relu, cos.shape[1]) else None
 
     @property
     def fused(self) -> bool:

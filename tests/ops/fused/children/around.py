@@ -10,8 +10,9 @@ import torch
 
 import hla_kernels as hk
 from hla_kernels import op
+from hla_kernels.dispatch import trial, verify
 from hla_kernels.dispatch.recording import LOCAL
-from hla_kernels.features import feature, feature_grad, mapped
+from hla_kernels.features import feature, feature_grad, mapped, rms_norm
 from hla_kernels.features.rms_norm import prepared
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
@@ -159,6 +160,14 @@ def test_rms_norm(monkeypatch, channels):
         got = norms.results(lambda *t: torch.ops.hla_kernels.rms_norm(*t, 1e-6)[0], x, weight, grad)
     assert [t.dtype for t in got] == [HALF, HALF, FULL]
     assert all(relative_error(a, b) <= 4e-4 for a, b in zip(got, exact, strict=True))  # measured 2.1e-4
+
+
+@pytest.mark.parametrize("sizes", [(48, False, 0), (48, False, 8), (40, True, 20)])
+def test_the_check_of_norms_passes(monkeypatch, sizes):
+    monkeypatch.setattr(trial, "DEVICE", "cpu")
+    monkeypatch.setattr(rms_norm, "PROGRAMS", 6)
+    (run,) = trial.runs(("rms_norm", (HALF, FULL), sizes))
+    assert verify.failure(run) is None
 
 
 @pytest.mark.parametrize(("channels", "width", "relu"), [(48, 16, True), (120, 40, False)])

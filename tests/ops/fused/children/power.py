@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hla_kernels.dispatch import trial, verify
 from hla_kernels.features import power_kernels
 from hla_kernels.features.power import power_op, power_torch
 from tests.helpers.powers import errors, results, tokens, truth
@@ -60,3 +61,11 @@ def test_neither_large_tokens_nor_large_exponents_overflow(size, times):
     exact = results(power_torch, x.double(), exponent.double(), grad.double())
     found = errors(results(alone, x, exponent, grad)[:2], exact[:2])
     assert max(found) <= 4e-6 * times, found
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_the_check_on_first_use_passes(monkeypatch, dtype):
+    monkeypatch.setattr(trial, "DEVICE", "cpu")
+    monkeypatch.setattr(trial, "N", 12)
+    (run,) = trial.runs(("power_pair", (dtype, dtype, torch.float32, torch.float32), (3, 2, 40)))
+    assert verify.failure(run) is None
