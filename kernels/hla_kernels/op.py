@@ -34,7 +34,7 @@ from .delta_rule import fused as delta_fused
 from .dispatch.forms import form_of, recall, remember
 from .dispatch.gate import why_no_kernels
 from .dispatch.operator import are_fixed, needs_backward, refuse_forward_mode
-from .dispatch.trial import trial_of
+from .dispatch.trial import shared_trial, trial_of
 from .dispatch.verify import Fault, fault, is_shipped, warn
 from .features import feature
 from .hla import fused, stages
@@ -140,12 +140,14 @@ def why_not_reference(call: AnyCall) -> str | None:
     return None if not stateful else "the reference is an N x N matrix and has no state"
 
 
-def unverified(call: AnyCall) -> Fault | None:
-    """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`)."""
+def unverified(call: AnyCall, shared: bool = False) -> Fault | None:
+    """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`).
+    shared: the kernels of tokens shared by ranks run."""
     index = call.q.device.index
     if is_shipped(index) or not call.q.shape[0]:  # a batch of no samples launches nothing
         return None
-    return fault(trial_of(call), index)
+    form = trial_of(call)
+    return fault(shared_trial(form) if shared and form else form, index)
 
 
 def loses_kernels(call: AnyCall) -> bool:
@@ -154,11 +156,12 @@ def loses_kernels(call: AnyCall) -> bool:
     return in_16_bits and without_form(call) is None
 
 
-def choose(call: AnyCall, impl: str) -> str:
-    """Return the implementation of a call. Raises ValueError if an explicit `impl` does not support it."""
+def choose(call: AnyCall, impl: str, shared: bool = False) -> str:
+    """Return the implementation of a call, perhaps of tokens shared by ranks. Raises ValueError if an explicit `impl`
+    does not support it."""
     check_name("impl", impl, IMPLS)
     if impl == "auto":
-        reason = why_not_triton(call) or unverified(call)
+        reason = why_not_triton(call) or unverified(call, shared)
         warn(reason, loses_kernels(call))
         return "triton" if reason is None else "torch"
     reason = why_not_reference(call) if impl == "reference" else None

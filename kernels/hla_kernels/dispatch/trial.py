@@ -20,7 +20,9 @@ from ..softmax.adaptive.call import AdaptiveCall
 from .operator import are_fixed, needs_backward
 from .verify import Run
 
-TENSORS = ("mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "fixed", "decay_heads", "streams")
+TENSORS = (
+    "mixing", "key_padding_mask", "token_mask", "cu_seqlens", "rotary", "fixed", "decay_heads", "streams", "shared",
+)  # fmt: skip
 N = 197  # tokens of a trial, unless a grid says otherwise
 DEVICE = "cuda"  # the current one
 HEADS = 384  # of many short sequences: the kernels that keep a head in one program
@@ -88,6 +90,12 @@ def _causal(call: Any, widths: tuple[int, ...]) -> tuple:
     return (call.op, call.q.dtype, widths, (*options, ("feature_map", o.feature_map), ("normalize", o.normalize)))
 
 
+def shared_trial(form: tuple) -> tuple:
+    """Return the trial of the same call by the kernels of tokens shared by ranks, for any number of tokens."""
+    *rest, pairs = form
+    return (*rest, (*[x for x in pairs if x[0] not in ("variant", "backward")], ("shared", True)))
+
+
 def runs(form: tuple) -> Iterator[Run]:
     """Return the runs that check a form on the current CUDA device, one for each path of its operator."""
     if form[0] in FUNCTIONS:
@@ -118,6 +126,8 @@ def sizes(form: tuple) -> list[tuple[int, int]]:
         return [*tried, (batch, n)] if walking else tried
     spec, d = _spec(op, pairs, d)
     many = -(-HEADS // h)
+    if "shared" in options:  # the split path alone
+        return [(2, N), (1, 8 * N), (1, 42 * N)]
     tried = [(2, N), (many, N), (many, 3 * N), (-(-128 // h), 3 * N), (1, 8 * N), (1, 42 * N)]
     tried += [(-(-heads // h), 11 * N) for heads in (132, 192, 300)]  # which fill a GPU in part, once, in two parts
     found: dict[tuple, tuple[int, int]] = {}
@@ -162,8 +172,6 @@ def _delta_run(dtype: torch.dtype, sizes: tuple[int, ...], channels: bool, ab: t
 
 def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str, Any], batch: int, n: int) -> Run:
     """Return the function that runs the public operator, forward and backward, on the same random input each time."""
-    import hla_kernels
-
     (h, hk, d, dv), random = widths, torch.Generator(DEVICE).manual_seed(0)
     of_tensors = {name: options.pop(name, None) for name in TENSORS}
     backward = options.pop("backward", None)  # None: with and without one
@@ -199,7 +207,7 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
         x.requires_grad_()
 
     def run(impl: str) -> list[Tensor]:
-        f, one = getattr(hla_kernels, op), []
+        f, one = _operator(op, of_tensors["shared"] and impl == "triton"), []
         if of_tensors["streams"]:
             cut = n - (options["frame"] or 50)
             y, state = f(*(x[:, :cut] for x in leaves), impl=impl, return_state=True, **options)
@@ -221,6 +229,17 @@ def _run(op: str, dtype: torch.dtype, widths: tuple[int, ...], options: dict[str
         return [y.detach(), *one, *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
 
     return run
+
+
+def _operator(op: str, of_ranks: bool) -> Callable:
+    """Return the public operator, or the one that runs the kernels of tokens shared by ranks."""
+    import hla_kernels
+
+    if not of_ranks:
+        return getattr(hla_kernels, op)
+    from ..ranks.sharded import on_one_rank
+
+    return lambda *tokens, impl, **options: on_one_rank(op, *tokens, **options)
 
 
 def _adaptive_run(

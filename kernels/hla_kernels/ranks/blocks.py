@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from ..features import feature
 from ..op import choose
 from ..options import plain_precision
 from ..sequences import to_tokens
-from .collectives import add_together, group_named, name_of, one_token, stage, token_counts
+from .collectives import add_in_place, add_together, group_named, name_of, one_token, rank_in, stage, token_counts
 
 # of arguments behind the tokens: as for one rank, without a mask, and the name of the process group
 SCHEMA = ONE_RANK.replace("Tensor? mask, ", "").split(", str impl")[0] + ", str group"
@@ -52,7 +51,7 @@ def mix_blocks(
             return shared_mhla(q, k, call.v, call.mixing, *(rotary or (None, None)), *flat(opt), name_of(group))[0]
         counts = token_counts(call.q.shape[1], group, q.device).tolist()
         check_tokens(sum(counts), opt)
-        share = Share(layout, sum(counts[: dist.get_rank(group)]), call.q.shape[1], q.device)
+        share = Share(layout, sum(counts[: rank_in(group)[0]]), call.q.shape[1], q.device)
         p = prepare_heads(call.q, call.k, call.v, mixing, opt, None, rotary)
         y, total = numerator(p, None, opt, functools.partial(share.weigh, group))
     return to_tokens(y if total is None else y / total, call.q.dtype)
@@ -66,7 +65,7 @@ def _prepare(
     one, two, three = (x.new_zeros(1, 1, 1, x.shape[3]).expand(x.shape[0], n, *x.shape[2:]) for x in (q, k, v))
     turned = None if rotary is None else tuple(x.new_zeros(1, *x.shape[1:]).expand(n, *x.shape[1:]) for x in rotary)
     call = prepare(one, two, three, mixing, rotary=turned, **options)
-    chosen = choose(call, impl)
+    chosen = choose(call, impl, shared=True)
     q, k, v = (x.to(checked.dtype) for x, checked in zip((q, k, v), (call.q, call.k, call.v), strict=True))
     return call._replace(q=q, k=k, v=v), chosen
 
@@ -107,7 +106,7 @@ def _forward(
         if form not in SEEN:  # a GPU is waited for once
             check_tokens(int(counts.sum()), options)
             SEEN.add(form)
-        call.share.copy_(_positions(options.layout, counts[: dist.get_rank(group)].sum(), o.shape[1]))
+        call.share.copy_(_positions(options.layout, counts[: rank_in(group)[0]].sum(), o.shape[1]))
         if anchor is not None:
             mean = _mean(call.v, options, o.shape[2], group).flatten()
             anchor[: len(mean)].copy_(mean)
@@ -130,7 +129,7 @@ def _backward(
         _add(Moments.of(dy, call.size().operators()), group)
         dk, dv, dm = stage("tokens", call, call.token_grads, g, buffer, dy, dq, totals)
     # every rank has the gradient of all tokens; its share makes the sum over the ranks right
-    return dq, dk, dv, dm / dist.get_world_size(group)
+    return dq, dk, dv, dm / rank_in(group)[1]
 
 
 def _mixing_grad(tokens: Sequence[Tensor], mixing: Tensor, *_: Any) -> Tensor:
@@ -145,13 +144,13 @@ def _add(moments: Iterable[Tensor | None], group: Any) -> None:
     """Add moments over the ranks, in place."""
     for x in moments:
         if x is not None:
-            dist.all_reduce(x, group=group)
+            add_in_place(x, group)
 
 
 def _mean(v: Tensor, options: BlockOptions, heads: int, group: Any) -> Tensor:
     """Return the mean of v over the tokens of all ranks, [B * H, Dv]."""
     total = v.sum(1, dtype=torch.float32)
-    dist.all_reduce(total, group=group)
+    add_in_place(total, group)
     return (total / options.layout.n_tokens).repeat_interleave(heads // v.shape[2], 1).flatten(0, 1)
 
 

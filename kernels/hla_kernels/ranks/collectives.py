@@ -15,6 +15,8 @@ from torch import Tensor
 from ..dispatch.recording import repeated
 from ..hla.fused import plans
 
+ALONE = "no group"  # in place of a process group and its name: one rank, which the first-use check runs
+
 
 class _AddRanks(torch.autograd.Function):
     """Sum of a tensor over the ranks. All ranks use the result, so its gradient is summed over the ranks too."""
@@ -71,6 +73,17 @@ def add_tokens(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     return total, count[0]
 
 
+def add_in_place(x: Tensor, group: Any) -> None:
+    """Add a tensor over the ranks of `group`, without a gradient."""
+    if group != ALONE:
+        dist.all_reduce(x, group=group)
+
+
+def rank_in(group: Any) -> tuple[int, int]:
+    """Return the rank of this process in `group`, and the number of ranks."""
+    return (0, 1) if group == ALONE else (dist.get_rank(group), dist.get_world_size(group))
+
+
 def gather_ranks(x: Tensor, group: Any) -> Tensor:
     """Return x [...] of every rank, stacked in the order of the ranks; differentiable, of equal shape on all ranks."""
     before, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -87,9 +100,10 @@ def exchange(pieces: list[Tensor], received: list[int], group: Any) -> list[Tens
 
 def token_counts(n: int, group: Any, device: torch.device) -> Tensor:
     """Return the number of tokens of each rank, int64 [ranks], without waiting for it."""
-    counts, rank = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device), dist.get_rank(group)
+    rank, ranks = rank_in(group)
+    counts = torch.zeros(ranks, dtype=torch.int64, device=device)
     counts[rank : rank + 1].fill_(n)  # an assignment would copy from the host, and wait for the device
-    dist.all_reduce(counts, group=group)
+    add_in_place(counts, group)
     return counts
 
 
@@ -102,13 +116,13 @@ def one_token(*tokens: Tensor) -> tuple[Tensor, ...]:
 def name_of(group: Any) -> str:
     """Return the name of a process group (None: of all ranks), which a custom operator can have as an argument."""
     whole: Any = dist.group
-    return (whole.WORLD if group is None else group).group_name
+    return group if group == ALONE else (whole.WORLD if group is None else group).group_name
 
 
 def group_named(name: str) -> Any:
     """Return the process group with a name."""
     known: Any = dist.distributed_c10d
-    return known._resolve_process_group(name)
+    return name if name == ALONE else known._resolve_process_group(name)
 
 
 def stage(name: str, call: tuple, work: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:

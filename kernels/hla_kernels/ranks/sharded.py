@@ -15,7 +15,7 @@ from ..options import IMPLS, OPS, compute_dtype, plain_precision
 from ..sequences import to_heads, to_tokens
 from ..softmax import PREPARE
 from .blocks import mix_blocks
-from .collectives import add_together, one_token
+from .collectives import ALONE, add_together, one_token
 from .heads import by_heads
 from .scan import scan
 from .taylor import expand
@@ -60,6 +60,14 @@ def sharded(op: Any, q: Tensor, k: Tensor, v: Tensor, *, group: Any, impl: str =
         if call.options.causal:
             return scan(call, group, impl=impl, **options)
         return evaluate(call, group) if impl != "torch" and in_triton(call) else _evaluate(call, group)
+
+
+def on_one_rank(op: str, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor, **options: Any) -> Tensor:
+    """Return o of a rank that has all tokens, by its kernels and without a process group, for the first-use check.
+    learned: mixing of mhla, or coefficients."""
+    if op == "mhla":
+        return mix_blocks(q, k, v, ALONE, mixing=learned[0], **options)
+    return evaluate(prepare(op, q, k, v, *learned, **options), ALONE)
 
 
 def _is_ordered(name: str, options: dict[str, Any]) -> bool:

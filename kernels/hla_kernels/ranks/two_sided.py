@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..dispatch.operator import are_fixed, parts, token_operators
@@ -19,7 +18,7 @@ from ..features import feature
 from ..hla.fused import Spec
 from ..hla.fused.spec import Widths, layout, operator_dtype
 from ..op import Call, TwoSided, choose
-from .collectives import group_named, name_of, stage
+from .collectives import add_in_place, group_named, name_of, rank_in, stage
 
 SCHEMA = (  # of arguments behind the tokens
     "Tensor? coefficients, str op, str? feature_map, bool normalize, str? center, bool mean_path, float ridge, "
@@ -30,7 +29,7 @@ SCHEMA = (  # of arguments behind the tokens
 def in_triton(call: Call) -> bool:
     """Whether the Triton form runs, the same on all ranks: it does not depend on the number of tokens."""
     q, k, v = (x.new_empty(x.shape[0], 2, *x.shape[2:]) for x in call[1:4])
-    return len(q) > 0 and choose(call._replace(q=q, k=k, v=v), "auto") == "triton"
+    return len(q) > 0 and choose(call._replace(q=q, k=k, v=v), "auto", shared=True) == "triton"
 
 
 def evaluate(call: Call, group: Any) -> Tensor:
@@ -64,10 +63,10 @@ def _forward(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: 
     with torch.cuda.device_of(q):
         (sums,) = stage("sums", (q, k, v, spec), lambda: (shared.own_sums(q, k, v, spec),))
         sums[-1:].fill_(q.shape[1])
-        dist.all_reduce(sums, group=group)
+        add_in_place(sums, group)
         n = sums[-1:]  # of all tokens
         counts.copy_(torch.cat([n, spec.scales(n)]))
-        call = shared.Shared(spec, q, k, v, coefficients, counts, dist.get_world_size(group))
+        call = shared.Shared(spec, q, k, v, coefficients, counts, rank_in(group)[1])
         stage("outputs", call, call.outputs, sums, o, buffer)
     return o, saved
 
@@ -81,11 +80,11 @@ def _backward(
     spec, group = Spec._make(arguments[:-1]), group_named(arguments[-1])
     q, k, v = parts(tokens)
     buffer, counts = _split(saved, q)
-    call = shared.Shared(spec, q, k, v, coefficients, counts, dist.get_world_size(group))
+    call = shared.Shared(spec, q, k, v, coefficients, counts, rank_in(group)[1])
     g = grad if grad.stride(3) == 1 else grad.contiguous()
     with torch.cuda.device_of(g):
         grads, dq, ratio = stage("readout", call, call.readout_grads, g, buffer)
-        dist.all_reduce(grads, group=group)
+        add_in_place(grads, group)
         dk, dv, dc = stage("tokens", call, call.token_grads, g, buffer, grads, dq, ratio)
     # every rank has the gradient of all tokens; its share makes the sum over the ranks right
     return dq, dk, dv, dc / call.devices

@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import hla_kernels as hk
 from hla_kernels import op
 from hla_kernels.dispatch import trial, verify
+from hla_kernels.ranks import blocks, two_sided
 from hla_kernels.softmax.adaptive import fused, torch_form
 
 RATIO = {"feature_map": "elu1", "normalize": True}
@@ -116,6 +117,23 @@ def test_not_while_a_graph_is_captured(machine, monkeypatch):
     assert name == "torch" and "before the capture" in warning and not calls
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert chosen()[0] == "triton"
+
+
+@pytest.mark.parametrize(("run", "expected"), ((right, True), (corrupt, False)))
+def test_kernels_of_ranks_are_checked(machine, run, expected):
+    """By a trial of their own, with a backward, eager and while compiling."""
+    calls, x = machine(run), torch.randn(2, 6, 4, 32, dtype=torch.bfloat16)
+    mixing, options = torch.rand(4, 2, 2), {"grid": (2, 3), "blocks": (1, 2), "prefix": 0}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert [two_sided.in_triton(call(**more)) for more in ({}, {}, RATIO)] == [expected] * 3
+        assert blocks._prepare(x, x, x, mixing, None, "auto", options)[1] == ("triton" if expected else "torch")
+    torch.compiler.reset()
+    added = lambda x: x + two_sided.in_triton(op.prepare("hla2", x, x, x))  # noqa: E731
+    assert torch.equal(torch.compile(added, backend="eager", fullgraph=True)(x), x + expected)
+    assert [form[0] for form in calls] == ["hla2", "hla2", "mhla"]
+    assert all({"shared"} == {"shared", "variant", "backward"} & {*dict(form[3])} for form in calls)
+    assert ["the check of" in str(w.message) for w in found] == [True] * (0 if expected else 2)
 
 
 @pytest.mark.parametrize(("run", "expected"), ((right, 1), (corrupt, 0)))

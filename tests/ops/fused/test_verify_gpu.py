@@ -61,6 +61,19 @@ def test_other_operators_pass():
         assert op.why_not_triton(call) is None and op.unverified(call) is None, type(call)
 
 
+def test_kernels_of_ranks_pass():
+    x = tokens(BF16, 64, 64)
+    for name in OPS:
+        more = [torch.rand(4, 4, device="cuda")] if name == "polynomial" else []
+        for options in ({}, RATIO):
+            call = op.prepare(name, *x, *more, **options)
+            if op.why_not_triton(call) is None:
+                assert op.unverified(call, shared=True) is None, (name, options)
+    for options in ({}, {"order": "hla2", "normalize": False}):
+        call = op.block_call.prepare(*x, torch.rand(4, 4, 4, device="cuda"), grid=(8, 8), blocks=(2, 2), **options)
+        assert op.unverified(call, shared=True) is None, options
+
+
 @pytest.mark.parametrize("dtype", (BF16, FP16, FP32))
 def test_functions_without_impl_pass(dtype):
     x, weight, p = tokens(dtype, 64)[0], torch.ones(64, device="cuda"), torch.full((4,), 3.0, device="cuda")

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 import hla_kernels as hk
+from hla_kernels import op as front
+from hla_kernels.blockmix import call as block_call
+from hla_kernels.dispatch import trial, verify
 from tests.helpers.error_rule import LIMITS
 from tests.ops.cases import Constant
 from tests.ops.fused.children import OLD_INTERPRETER
@@ -84,10 +87,24 @@ def work() -> Found:
 
     assert os.environ["TRITON_INTERPRET"] == "1"
     interpret_quicker()
-    two_sided.choose = blocks.choose = lambda call, impl: "triton"
+    two_sided.choose = blocks.choose = lambda *_, **__: "triton"
     Spec.in_range = lambda self, n: self
     plan.reduce_parts = lambda heads, n, bn: (-(-n // bn), bn)
-    return every_case(operate, list(CASES), SHARES) | compiled("aot_eager") | without_gradient()
+    return every_case(operate, list(CASES), SHARES) | compiled("aot_eager") | without_gradient() | first_use()
+
+
+def first_use() -> Found:
+    """What the first-use check finds wrong with the kernels of a rank, as numbers: nothing; on the first rank alone."""
+    trial.DEVICE, trial.N = "cpu", 12
+    x, found = noise(1, N, 2, 16, seed=1).float(), {}
+    mixing = noise(5, 5, seed=6).softmax(-1).float()
+    for name in COMPILED if dist.get_rank() == 0 else ():
+        op, options, *_ = CASES[name]
+        blocks = op == "mhla"
+        call = block_call.prepare(x, x, x, mixing, **options) if blocks else front.prepare(op, x, x, x, **options)
+        wrong = [verify.failure(run) for run in trial.runs(trial.shared_trial(trial.trial_of(call)))]
+        found[f"check of {name}"] = {str(why): torch.tensor(why is not None) for why in wrong}
+    return found
 
 
 def without_gradient() -> Found:
@@ -181,6 +198,12 @@ def test_a_rank_without_a_gradient(ranks, case):
     for i, truth in enumerate(torch.autograd.grad(y[:, SHARES["both"][0] :].sum(), qkv)):
         found = torch.cat([rank[f"no gradient of {case}"][str(i)] for rank in ranks], 1)
         assert (found - truth).norm() < 1e-5 * truth.norm()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("case", COMPILED)
+def test_the_check_on_first_use_passes(ranks, case):
+    assert ranks[0][f"check of {case}"] == {"None": torch.tensor(False)}
 
 
 def check_compiled(case: str, ranks: list[Found]) -> None:
