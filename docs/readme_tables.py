@@ -43,6 +43,8 @@ PAGES = {  # name -> title and table of the page with all rows
     "adaptive-float32-h200": ("Adaptive multipole in float32", tables.plain),
     "two-levels": ("Adaptive multipole: one and two levels of far tiles", tables.plain),
     "nearest-digits": ("Adaptive multipole: nearest tiles among the exact ones", tables.plain),
+    "nearest-imagenette": ("Adaptive multipole: nearest tiles among the exact ones, 1,024 tokens", tables.plain),
+    "adaptive-branches-h200": ("Adaptive multipole: fine-tuned with linear branches", tables.experiments),
     "adaptive-conversions-h100": ("Adaptive multipole: fine-tuned", tables.experiments),
     "kernels-h200": ("Operators", report.kernels),
     "block-pairs-h200": ("Block mixing of few tokens", tables.plain),
