@@ -39,13 +39,15 @@ def test_every_case_runs_and_its_error_is_small(group):
 
 @pytest.mark.parametrize("rule", causal.FLA)
 def test_another_package_is_called_as_its_rules_are(monkeypatch, rule):
-    def chunk(q, k, v, *given, scale):
-        assert scale == 1.0
+    def chunk(q, k, v, *given, scale, normalize=False):
+        assert scale == 1.0 and normalize is False
+        if rule == "linear_attention":
+            return hla_kernels.linear_attention(q, k, v, causal=True), None
         return hla_kernels.delta(q, **getattr(rules, rule)(k, v, *given)), None
 
     name = causal.FLA[rule]
     monkeypatch.setitem(sys.modules, f"fla.ops.{name}", SimpleNamespace(**{f"chunk_{name}": chunk}))
-    (case,) = (c for c in causal.cases(causal.CausalSettings(["delta"], impls=["fla"])) if c.op == rule)
+    (case, *_) = (c for c in causal.cases(causal.CausalSettings(["plain", "delta"], impls=["fla"])) if c.op == rule)
     assert 0 < max(causal.errors(case._replace(sizes=(2, 3, 24, 8)), "cpu").values()) < 2e-2
 
 
@@ -59,7 +61,8 @@ def test_another_package_agrees(monkeypatch, rule, which):
     monkeypatch.setattr(causal, "PASSES", (which,))
     try:
         # batch and heads of the table, for which fla-core compiles and tunes its kernels
-        found = causal.errors(causal.Case("delta", rule, "fla", (8, 16, 200, 64), {}))
+        options = {"causal": True} if rule == "linear_attention" else {}
+        found = causal.errors(causal.Case("plain" if options else "delta", rule, "fla", (8, 16, 200, 64), options))
     except RuntimeError as error:
         if (rule, which) != ("gated_delta_net", "forward_backward") or "upgrade Triton" not in str(error):
             raise

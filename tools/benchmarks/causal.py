@@ -57,7 +57,9 @@ SLOWER = 1.15
 # maximum time relative to the base of a group: two-sided la, copy of the state, gated_delta_net
 AT_MOST = {"frame": 1.3, "decode": 1.3, "delta": 1.6}
 RULES = ("gla", "delta_net", "gated_delta_net", "hdla")  # ranks 0, 1, 1, 2
-FLA = {"gla": "gla", "delta_net": "delta_rule", "gated_delta_net": "gated_delta_rule"}  # rule -> module of fla-core
+FLA = {  # operator or rule -> module of fla-core
+    "linear_attention": "linear_attn", "gla": "gla", "delta_net": "delta_rule", "gated_delta_net": "gated_delta_rule",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class CausalSettings:
       frame_decay (4,096 tokens in frames of 256, learned decay), paper (hla2 with decay_rule="paper", learned decay),
       decode (one token with a state), delta (ranks 0, 1, 2)
     shapes: of plain, decay, ratio, float16: tokens4k, tokens32k
-    impls: triton, torch (ratio, frame_decay, paper, delta), sdpa_cudnn; fla (delta, needs the package fla-core)
+    impls: triton, torch (ratio, frame_decay, paper, delta), sdpa_cudnn; fla (plain la, delta; needs fla-core)
     workers: number of processes that compile and check in parallel
     json: result file to add to
     """
@@ -119,14 +121,15 @@ def cases(s: CausalSettings) -> list[Case]:
         out += [Case("softmax", "softmax_attention", "sdpa_cudnn", sizes, {"causal": True}) for sizes in bases]
     for group in s.groups:
         for impl in s.impls:
-            if impl == "triton" or group in {"torch": BOTH_FORMS, "fla": ("delta",)}.get(impl, ()):
+            if impl == "triton" or group in {"torch": BOTH_FORMS, "fla": ("plain", "delta")}.get(impl, ()):
                 out += _cases(group, impl, shapes)
     return out
 
 
 def _cases(group: str, impl: str, shapes: list[Sizes]) -> list[Case]:
     if group == "delta":
-        return [Case(group, rule, impl, SHAPES["tokens4k"], {}) for rule in (FLA if impl == "fla" else RULES)]
+        named = [rule for rule in RULES if impl != "fla" or rule in FLA]
+        return [Case(group, rule, impl, SHAPES["tokens4k"], {}) for rule in named]
     if group == "decode":
         copies = [Case(group, op, "copy", sizes, {}) for sizes in DECODED for op in OPS]
         return copies + [Case(group, op, impl, sizes, {}) for sizes in DECODED for op in OPS]
@@ -145,7 +148,8 @@ def _cases(group: str, impl: str, shapes: list[Sizes]) -> list[Case]:
     for sizes in shapes:
         # a scale keeps sums over the tokens in the range of float16
         more = {"float16": {"feature_map": "relu", "scale": 1 / sizes[2]}, "ratio": RATIO}.get(group, {})
-        out += [Case(group, op, impl, sizes, {"causal": True, **more}, dtype) for op in OPS]
+        ops = [op for op in OPS if impl != "fla" or op in FLA]
+        out += [Case(group, op, impl, sizes, {"causal": True, **more}, dtype) for op in ops]
     return out
 
 
@@ -194,6 +198,8 @@ def compute(case: Case, x: Inputs, impl: str) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if q.is_cuda else SDPBackend.MATH):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
+    if impl == "fla" and case.op == "linear_attention":
+        return fla(case.op)(q, k, v, normalize=False, scale=1.0)[0]
     if case.group == "delta":
         more = [x[name] for name in {"gla": ["log_f"], "delta_net": ["beta"]}.get(case.op, ["log_f", "beta"])]
         if impl == "fla":
@@ -205,9 +211,9 @@ def compute(case: Case, x: Inputs, impl: str) -> Tensor:
     return getattr(hla_kernels, case.op)(q, k, v, **case.options, **tensors, impl=impl)
 
 
-def fla(rule: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the chunked form of a delta rule in fla-core, which takes q, k, v, decays and beta as rules do."""
-    return getattr(importlib.import_module(f"fla.ops.{FLA[rule]}"), f"chunk_{FLA[rule]}")
+def fla(op: str) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the chunked form in fla-core, which takes q, k, v and the decays and beta of a delta rule as rules do."""
+    return getattr(importlib.import_module(f"fla.ops.{FLA[op]}"), f"chunk_{FLA[op]}")
 
 
 def make(case: Case, seed: int, device: str = "cuda") -> dict[str, Callable[[], Any]]:
