@@ -121,3 +121,6 @@ class Mega(TwoSidedMixer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         assert self.gate is not None
         return self.gate(super().forward(q, k, v, ctx), ctx.x)
+
+    def why_not_shared(self) -> str:
+        return super().why_not_shared() and "averages tokens along the grid, parts of which other devices hold"
