@@ -248,10 +248,12 @@ def test_rows_of_two_runs_are_merged(tmp_path):
     first = rows.start(file, "first", {"triton": "1"})
     for each in (row, other):
         rows.add(first, each, rows.KERNEL_KEY, file)
+    file.write_text(json.dumps(first | {"note": ["other work beside it"]}))
     second = rows.start(file, "second", {"triton": "1", "diffusers": "2"})
     rows.add(second, row | {"us": 2.0}, rows.KERNEL_KEY, file)
     found = json.loads(file.read_text())
     assert [r["us"] for r in found["rows"]] == [2.0, 3.0] and found["command"] == "first; second"
+    assert found["note"] == ["other work beside it"]
     assert found["versions"]["diffusers"] == "2" and [p.name for p in tmp_path.iterdir()] == ["r.json"]
     failure = {name: row[name] for name in ("op", "impl", "shape", "options")} | {"reason": "broken"}
     rows.add(second, failure, rows.KERNEL_KEY, file)

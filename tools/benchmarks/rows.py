@@ -91,7 +91,7 @@ def start(file: Path, command: str, extra: dict[str, str]) -> Row:
             raise ValueError(f"{file} was made with {name} {before[name]}, not {now[name]}; name another with json=")
     fresh["versions"] = old.get("versions", {}) | fresh["versions"]
     fresh["command"] = "; ".join(dict.fromkeys([*commands, command]))
-    return fresh | {"rows": rows, "failed": old.get("failed", [])}
+    return old | fresh | {"rows": rows, "failed": old.get("failed", [])}  # with its notes
 
 
 def add(content: Row, row: Row, names: tuple[str, ...], file: Path) -> None:

@@ -69,11 +69,12 @@ def test_opcheck():
     torch.library.opcheck(ops.two_sided_qkvpacked, (qkv, None, *rest))
 
 
-def test_compile_and_export():
+@pytest.mark.parametrize("options", (ANCHORED, {"causal": True}), ids=("two-sided", "causal"))
+def test_compile_and_export(options):
     """One full graph with a dynamic number of tokens, with gradients; export; the bits of the eager call."""
     x, grad = make(50, BF16, MANY)
     compiled = torch.compile(
-        lambda *x: hk.ahla(*x, impl="triton", **ANCHORED), fullgraph=True, dynamic=True, backend="aot_eager"
+        lambda *x: hk.ahla(*x, impl="triton", **options), fullgraph=True, dynamic=True, backend="aot_eager"
     )
     for n in (50, 197):
         x, grad = make(n, BF16, MANY)
@@ -81,12 +82,12 @@ def test_compile_and_export():
         y = compiled(*x)
         got = [y, *torch.autograd.grad(y, x, grad)]
         assert all(
-            torch.equal(a, b) for a, b in zip(got, results("ahla", x, grad, impl="triton", **ANCHORED), strict=True)
+            torch.equal(a, b) for a, b in zip(got, results("ahla", x, grad, impl="triton", **options), strict=True)
         )
 
     class Module(torch.nn.Module):
         def forward(self, q, k, v):
-            return hk.ahla(q, k, v, impl="triton", **ANCHORED)
+            return hk.ahla(q, k, v, impl="triton", **options)
 
     n = torch.export.Dim("n", min=2, max=8192)
     program = torch.export.export(Module(), tuple(t.detach() for t in x), dynamic_shapes=({1: n}, {1: n}, {1: n}))
