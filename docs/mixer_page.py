@@ -52,8 +52,9 @@ HEAD = """# All mixers
 Written by `docs/readme_tables.py` from the classes in `zoo/mixers`, whose docstrings have more, and from
 `docs/results`. N tokens, D channels per head, ' the transpose, phi the feature map, A = phi(Q) phi(K)'.
 
-- Order: causal is `causal=True`, frame-causal `causal="frame"` (delta rules: `scan="frame"`). Causal state: numbers
-  per head that are kept of earlier tokens, without vectors of D numbers; M blocks.
+- Order: causal is `causal=True` (`softmax`: what the host asks for), frame-causal `causal="frame"` (delta rules:
+  `scan="frame"`). Causal state: numbers per head that are kept of earlier tokens, without vectors of D numbers; M
+  blocks.
 - Tokens: whether they need a grid; "any" includes sets of points. Shared: whether devices can share the tokens.
 - Implementation: for usual two-sided calls on CUDA in 16 bits ([details](mixers.md#triton-kernels)).
 - Best in: experiments of [the results](results/index.md) with the best mean of all mixers but softmax, without softmax
@@ -81,19 +82,25 @@ def page() -> str:
     rows = [row(name, kind, won.get(name, [])) for name, kind in MIXERS.items()]
     parts = [HEAD + "\n" + "\n".join(markdown_table(COLUMNS, rows))]
     if ARENA.is_file() and (compared := arena.report.against_first_order(read(ARENA), speeds())):
-        parts += [ORDERS, *compared]
+        parts += [ORDERS, *compared, *speed_notes()]
     return "\n\n".join(parts) + "\n"
 
 
 def small_tasks(result: dict[str, Any]) -> str:
     """Make the tables of the small tasks."""
     states = {name: of_class(STATES, kind) for name, kind in MIXERS.items() if "causal" in order(name, kind)}
-    return arena.report.text(result, speeds(), states)
+    return "\n\n".join([arena.report.text(result, speeds(), states), *speed_notes()])
 
 
 def speeds() -> list[dict[str, Any]]:
     """Return the rows of processes that had a GPU alone."""
     return read(SPEEDS)["rows"] if SPEEDS.is_file() else []
+
+
+def speed_notes() -> list[str]:
+    """Return a paragraph of what to know about these speeds, if there is anything."""
+    notes = read(SPEEDS).get("note", []) if SPEEDS.is_file() else []
+    return [f"Speeds: {' '.join(notes)}"] if notes else []
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -189,9 +196,11 @@ def order(name: str, kind: type[Mixer]) -> str:
 
 
 def takes(name: str, causal: bool | str) -> bool:
-    """Whether a mixer takes this value of the option `causal`."""
-    try:
-        MixerConfig.parse(name, {"causal": causal, "post_norm": True})
-    except ValueError:
-        return False
-    return True
+    """Whether a mixer takes this value of the option `causal`, if need be with a norm of its outputs."""
+    for more in ({}, {"post_norm": True}):
+        try:
+            MixerConfig.parse(name, {"causal": causal, **more})
+        except ValueError:
+            continue
+        return True
+    return False

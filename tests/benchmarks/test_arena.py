@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import benchmark
 import numpy as np
@@ -14,6 +15,7 @@ from arena.race import ARMS, configured
 from arena.report import FIRST, GROUPS, text
 from arena.tasks import IGNORED, KEYS, TASKS, WORDS, modulus_of, recall_lessons
 from arena.training import constant_score, loss_of
+from benchmarks import rows
 from zoo.mixers import MIXERS
 
 
@@ -262,6 +264,20 @@ def test_a_failure_is_recorded(tmp_path):
     assert "at most 256" in found["failed"][0]["reason"]
 
 
+def test_a_divergence_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr("arena.training.learning_rate", lambda done: float("nan"))
+    words = ["tasks=[carry,darcy_points]", "mixers=[la]", "size=4", "steps=2", "batch_size=2", "seeds=[0]"]
+    with pytest.raises(ValueError, match="diverged"):
+        race(tmp_path, *words)
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert not found["rows"] and [row["task"] for row in found["failed"]] == ["carry", "darcy_points"]
+    rows.add(found, {"mixer": "la", "score": math.inf}, ("mixer",), tmp_path / "a.json")
+    assert found["failed"][-1] == {"mixer": "la", "reason": "not finite: score"}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        rows.write_atomic({"rows": [{"score": math.nan}]}, tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text()) == found
+
+
 def test_files_are_joined(tmp_path):
     for name, words in {"b": ["mixers=[softmax,la]"], "c": ["mixers=[la]", "causal=True"]}.items():
         race(tmp_path, "tasks=[recall]", "size=2", "steps=1", "seeds=[0]", f"json={tmp_path}/{name}.json", *words)
@@ -274,8 +290,10 @@ def test_files_are_joined(tmp_path):
     assert joined["command"].count(shared) == 2
     other = json.loads((tmp_path / "b.json").read_text()) | {"hardware": "another"}
     (tmp_path / "b.json").write_text(json.dumps(other))
-    with pytest.raises(ValueError, match="hardware differ"):
-        race(tmp_path, f"merge=[{','.join(files)}]")
+    joined = race(tmp_path, f"merge=[{','.join(files)}]")
+    machine = f"another, torch {torch.__version__}"
+    assert [row.get("hardware") for row in joined["rows"]] == [None, machine, machine]
+    assert f"On {machine}: softmax on recall 2 (2 layers); la on recall 2 (2 layers)." in text(joined).splitlines()
     with pytest.raises(ValueError, match="merge needs"):
         race(tmp_path, "merge=[missing.json]")
 

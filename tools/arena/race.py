@@ -138,16 +138,19 @@ def configured(words: str, causal: bool) -> MixerConfig:
 
 
 def merged(files: list[Path]) -> dict[str, Any]:
-    """Join result files of the same machine and versions. Raises ValueError for others and for missing files."""
+    """Join result files; rows of a machine that the first file does not name get `hardware`.
+
+    Raises ValueError for missing files.
+    """
     try:
         contents = [json.loads(file.read_text()) for file in files]
     except (OSError, ValueError) as error:
         raise ValueError(f"merge needs result files of the arena: {error}") from error
     first = contents[0]
-    for file, content in zip(files, contents, strict=True):
-        for key in ("hardware", "versions"):
-            if content[key] != first[key]:
-                raise ValueError(f"{file} and {files[0]} cannot be merged: their {key} differ")
+    for content in contents:
+        machine = machine_of(content)
+        if machine != machine_of(first):
+            content["rows"] = [{**row, "hardware": row.get("hardware", machine)} for row in content["rows"]]
     commands = rows.common_command([command for content in contents for command in content["command"].split("; ")])
     good, failed = ([row for content in contents for row in content[key]] for key in ("rows", "failed"))
     good = rows.merge_rows([], good, KEY)
@@ -155,6 +158,11 @@ def merged(files: list[Path]) -> dict[str, Any]:
     failed = [row for row in rows.merge_rows([], failed, KEY) if rows.key_of(row, KEY) not in done]
     date = max(content["date"] for content in contents)
     return first | {"command": commands, "date": date, "rows": in_order(good), "failed": failed}
+
+
+def machine_of(content: dict[str, Any]) -> str:
+    """Name the hardware and the version of torch of a result file."""
+    return f"{content['hardware']}, torch {content['versions']['torch']}"
 
 
 def in_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ def text(result: dict[str, Any], speeds: Rows | None = None, states: dict[str, s
     """
     tasks, mixers, cells = by_cell(result)
     rates = speeds_of(result["rows"] if speeds is None else speeds)
-    constant = {task: row["constant"] for (_, task), found in cells.items() for row in found}
+    constant = {task: row["constant"] for (_, task), found in reversed(cells.items()) for row in found}  # of the first
     timed = list(dict.fromkeys(task for _, task in rates))
     head = ["mixer", *tasks, "parameters", *["causal state"] * bool(states), *(f"tokens/s, {task}" for task in timed)]
     lines = [
@@ -70,7 +70,20 @@ def text(result: dict[str, Any], speeds: Rows | None = None, states: dict[str, s
         for m in mixers
     ]  # fmt: skip
     lines.append(["constant answer", *(f"{constant[t]:.4g}" for t in tasks), *["-"] * (len(head) - 1 - len(tasks))])
-    return "\n\n".join(["\n".join(markdown_table(head, lines)), SCORES, *against_first_order(result, speeds)])
+    parts = ["\n".join(markdown_table(head, lines)), SCORES, *elsewhere(result)]
+    return "\n\n".join([*parts, *against_first_order(result, speeds)])
+
+
+def elsewhere(result: dict[str, Any]) -> list[str]:
+    """Say which scores are of another machine than the others."""
+    found: dict[str, dict[str, dict[str, None]]] = {}
+    for row in result["rows"]:
+        if "hardware" in row:
+            found.setdefault(row["hardware"], {}).setdefault(row["mixer"], {})[title(row)] = None
+    return [
+        f"On {machine}: " + "; ".join(f"{mixer} on {', '.join(tasks)}" for mixer, tasks in mixers.items()) + "."
+        for machine, mixers in found.items()
+    ]
 
 
 def against_first_order(result: dict[str, Any], speeds: Rows | None = None) -> list[str]:
@@ -86,7 +99,7 @@ def against_first_order(result: dict[str, Any], speeds: Rows | None = None) -> l
 def speeds_of(found: Rows) -> Rates:
     """Return the largest number of tokens per second of each mixer and task."""
     rates: Rates = {}
-    for row in found:
+    for row in (row for row in found if "hardware" not in row):
         key = row["mixer"], title(row)
         rates[key] = max(rates.get(key, 0), row["tokens_per_second"])
     return rates

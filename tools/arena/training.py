@@ -120,12 +120,17 @@ def loss_of(out: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score_of(model: Network, task: Task, test: tuple[Tensor, Tensor], batch: int) -> float:
-    """Return the accuracy in percent of the scored tokens, or the mean relative L2 error."""
+    """Return the accuracy in percent of the scored tokens, or the mean relative L2 error.
+
+    Raises ValueError if the training diverged: for outputs that are not finite.
+    """
     model.eval()
     inputs, targets = test
     on = inputs.is_cuda and task.symbols
     with torch.autocast(inputs.device.type, torch.bfloat16, enabled=on):  # numbers need float32
         outs = torch.cat([model(part) for part in inputs.split(batch)])
+    if not bool(outs.isfinite().all()):
+        raise ValueError("the training diverged: outputs are not finite")
     if task.outputs is None:
         return round(float(loss_of(outs, targets)), 5)
     scored = targets != IGNORED

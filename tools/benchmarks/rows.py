@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterable
@@ -97,8 +98,11 @@ def start(file: Path, command: str, extra: dict[str, str]) -> Row:
 def add(content: Row, row: Row, names: tuple[str, ...], file: Path) -> None:
     """Add a row, or a failure with its `reason`, to `content` and write the file.
 
-    The last result of a case replaces earlier ones in both lists.
+    The last result of a case replaces earlier ones in both lists. A row with numbers that are not finite is a failure.
     """
+    if broken := [name for name, x in row.items() if isinstance(x, float) and not math.isfinite(x)]:
+        kept = {name: x for name, x in row.items() if name not in broken}
+        row = kept | {"reason": f"not finite: {', '.join(broken)}"}
     lists = ("failed", "rows") if "reason" in row else ("rows", "failed")
     content[lists[0]] = merge_rows(content[lists[0]], [row], names)
     content[lists[1]] = [old for old in content[lists[1]] if not _covers(row, old, names)]
@@ -113,12 +117,13 @@ def _covers(row: Row, old: Row, names: tuple[str, ...]) -> bool:
 
 
 def write_atomic(content: Any, file: Path) -> None:
-    """Write JSON atomically, one row per line for readable diffs."""
+    """Write JSON atomically, one row per line for readable diffs. Raises ValueError for numbers that are not finite."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lists = {name: value for name, value in content.items() if name in ("rows", "failed")}
-    head = json.dumps({name: value for name, value in content.items() if name not in lists}, indent=1)[:-2]
+    others = {name: value for name, value in content.items() if name not in lists}
+    head = json.dumps(others, indent=1, allow_nan=False)[:-2]
     for name, rows in lists.items():
-        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in rows)
         head += f',\n "{name}": [\n{lines}\n ]' if rows else f',\n "{name}": []'
     temporary = file.with_suffix(".tmp")
     temporary.write_text(head + "\n}\n")
