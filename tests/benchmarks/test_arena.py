@@ -12,7 +12,7 @@ import torch
 from arena import flow
 from arena.model import Network
 from arena.race import ARMS, configured
-from arena.report import FIRST, GROUPS, text
+from arena.report import FIRST, GROUPS, ORDERS, goodness, heights, text
 from arena.tasks import IGNORED, KEYS, TASKS, WORDS, modulus_of, recall_lessons
 from arena.training import constant_score, loss_of
 from benchmarks import rows
@@ -337,6 +337,13 @@ def test_speeds_come_from_processes_that_have_the_gpu_alone():
     assert lines[0].endswith("| parameters | tokens/s, darcy 4 (2 layers) |")
     assert "| recall 4 (2 layers) | 1.0 (1) | hla2 +49.0 (parameters x 1.00, speed x 0.75) | - | - |" in lines
     assert lines[-1] == "One seed, so that nothing is clear: recall 4 (2 layers)."
+
+
+def test_the_figure_has_all_mixers_by_order():
+    assert sorted(itertools.chain(*ORDERS.values())) == sorted(MIXERS)
+    places = heights(["hla2", "la feature_map=elu1", "softmax", "la"])
+    assert list(places) == ["softmax", "la feature_map=elu1", "la", "hla2"]
+    assert [goodness(100, True), goodness(50, True), goodness(1, False), goodness(0.03, False)] == [1, 0.5, 0, 1]
 
 
 def test_groups_name_mixers():

@@ -17,6 +17,17 @@ GROUPS = {
     "blocks": ("mhla", "mhla2", "multipole"),
     "delta rule": ("deltanet", "gdn", "hdla"),
 }
+ORDERS = {  # of the figure
+    "softmax, low rank": ("softmax", "mega", "multipole", "flare", "linformer", "nystrom"),
+    "order 1": ("la", "mhla", "mala", "rala", "inline", "efficient", "performer", "rfa"),
+    "order 1, decays": ("retnet", "gla", "mamba2"),
+    "order 1, delta rule": ("deltanet", "gdn", "hdla"),
+    "order 2": ("hla2", "ahla", "mhla2", "taylor2", "strassen", "multilinear", "triple", "simplex2"),
+    "orders to 3": ("poly", "hla3"),
+    "all orders": ("resolvent", "mesa"),
+}
+GAP = 0.4  # rows between orders
+LEAST_ERROR = 0.03  # with the colour of 100 % right
 CLEAR = 2  # standard errors
 SCORES = """Percent right, or relative L2 error (less is better): mean +- deviation over seeds (number of seeds), at the
 best learning rate that was run. Parameters: smallest and largest network. Causal state: numbers per head that are kept
@@ -193,24 +204,42 @@ def gain(mixer: str, task: str, cells: Scores, rates: Rates) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw mixers against tasks: the mean score in each cell, its colour from the worst to the best of the task."""
+    """Draw mixers, by order, against tasks: the mean score in each cell; equal scores have equal colours."""
     tasks, mixers, cells = by_cell(result)
+    places = heights(mixers)
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(1.2 + 1.1 * len(tasks), 1.5 + 0.35 * len(mixers)))
-    for x, task in enumerate(tasks):
-        found = {m: cells[m, task] for m in mixers if (m, task) in cells}
-        values = {m: quality(rows) for m, rows in found.items()}
-        low, high = min(values.values()), max(values.values())
-        for y, mixer in enumerate(mixers):
-            if mixer in found:
-                place = (values[mixer] - low) / (high - low) if high > low else 0.5
-                color = plt.get_cmap("YlGn")(0.1 + 0.7 * place)
-                axes.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color=color))
-                shown = f"{abs(values[mixer]):.1f}" if is_accuracy(found[mixer]) else f"{abs(values[mixer]):.3f}"
-                axes.text(x, y, shown, ha="center", va="center", fontsize=8)
-    axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(len(mixers) - 0.5, -0.5))
-    axes.set_yticks(range(len(mixers)), mixers, fontsize=8)
+    bottom = max(places.values()) + 0.5
+    figure, axes = plt.subplots(figsize=(2.4 + 1.1 * len(tasks), 1.5 + 0.35 * bottom))
+    for (mixer, task), found in cells.items():
+        x, y, score = tasks.index(task), places[mixer], abs(quality(found))
+        color = plt.get_cmap("YlGn")(0.7 * goodness(score, is_accuracy(found)))
+        axes.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color=color))
+        shown = f"{score:.1f}" if is_accuracy(found) else f"{score:.3f}"
+        axes.text(x, y, shown, ha="center", va="center", fontsize=8)
+    for name, members in ORDERS.items():
+        if own := [places[m] for m in mixers if m.partition(" ")[0] in members]:
+            axes.text(len(tasks) - 0.4, mean(own), name, va="center", fontsize=8)
+            axes.axhline(max(own) + 0.5 + GAP / 2, color="0.7", linewidth=0.6)
+    axes.set(xlim=(-0.5, len(tasks) - 0.5), ylim=(bottom, -0.5))
+    axes.set_yticks(list(places.values()), list(places), fontsize=8)
     axes.set_xticks(range(len(tasks)), [t.replace(" (", "\n(") for t in tasks], fontsize=7, rotation=40, ha="right")
     axes.set_title("Percent right, or relative L2 error", fontsize=9)
     figure.tight_layout()
     save_figure(figure, file, dpi=130)
+
+
+def heights(mixers: list[str]) -> dict[str, float]:
+    """Return the row of each mixer (with options) in the figure, by order, with a gap between the orders."""
+    found, y = {}, 0.0
+    for members in ORDERS.values():
+        own = [m for m in mixers if m.partition(" ")[0] in members]
+        for mixer in sorted(own, key=lambda m: members.index(m.partition(" ")[0])):
+            found[mixer], y = y, y + 1
+        y += GAP * bool(own)
+    return found
+
+
+def goodness(score: float, accuracy: bool) -> float:
+    """Return 0 for nothing right or an error of 1, and 1 for all right or the smallest error; errors by logarithm."""
+    place = score / 100 if accuracy else math.log(max(score, 1e-9)) / math.log(LEAST_ERROR)
+    return min(max(place, 0.0), 1.0)
