@@ -1,6 +1,7 @@
 """The scaling table, measured by two processes on tiny models."""
 
 import json
+from pathlib import Path
 
 import benchmark
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.profile import Traffic
 from zoo.models.convert import swap
 
 LAYERS = 2
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,18 @@ def test_bytes_of_linear_attention_are_its_moments(result):
         assert sent == pytest.approx(moments + output / 2, abs=2)
 
 
+def test_bytes_of_ahla_are_its_moments():
+    """Closed form of a forward pass, for the published model: 12 heads of 128 channels, 30 layers."""
+    heads, width, pairs, ones = 12, 128, 64, 16
+    layer = 4 * (heads * (2 * width * width + pairs * pairs + pairs * ones) + 2)
+    rows = json.loads((ROOT / "docs/results/scaling-h200.json").read_text())["rows"]
+    found = [r for r in rows if (r["method"], r.get("layers"), r["mode"]) == ("ahla", 30, "infer") and r["gpus"] > 1]
+    assert len(found) == 6
+    for r in found:
+        n, output = r["gpus"], r["tokens"] * 64 * 2
+        assert r["sent_mib"] * 2**20 == pytest.approx((n - 1) / n * (2 * 30 * layer + output), abs=2)
+
+
 def test_bytes_inside_custom_operators_are_counted(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda x, **options: None)
     library = torch.library.Library("hla_kernels", "FRAGMENT")
@@ -103,6 +117,8 @@ def test_figure_of_the_rows_with_the_most_layers(tmp_path, monkeypatch):
     plots.draw_scaling({"hardware": "", "rows": [*rows, {**rows[3], "mode": "train"}]}, tmp_path / "a.png")
     (panel,) = figures[0].axes
     assert [list(line.get_ydata()) for line in panel.lines] == [[1.0, 0.75]]
+    plots.draw_scaling({"hardware": "", "rows": rows[:1]}, tmp_path / "a.png")
+    assert len(figures) == 1
 
 
 def test_efficiency_of_a_fixed_batch_per_gpu():

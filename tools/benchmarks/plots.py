@@ -117,7 +117,7 @@ def _layers(row: Row) -> int:
 
 def draw_scaling(result: Row, file: Path) -> None:
     """Draw lines: parallel efficiency against the number of GPUs, one panel per model, tokens and mode, of the rows
-    with the most layers."""
+    with the most layers. Without rows of several GPUs, draw nothing."""
     plt, most = pyplot(), {row["model"]: row.get("layers") for row in sorted(result["rows"], key=_layers)}
     rows = [row for row in result["rows"] if row.get("layers") == most[row["model"]]]
     found: dict[tuple, dict[str, dict[int, float]]] = {}  # case -> method -> GPUs -> highest of all batches per GPU
@@ -126,6 +126,8 @@ def draw_scaling(result: Row, file: Path) -> None:
             lines = found.setdefault((row["model"], row["tokens"], row["mode"]), {})
             best = lines.setdefault(row["method"], {1: 1.0})
             best[row["gpus"]] = max(best.get(row["gpus"], 0.0), pair[0])
+    if not found:
+        return
     methods = dict.fromkeys(method for lines in found.values() for method in lines)
     colors = dict(zip(methods, COLORS, strict=False))
     figure, panels = plt.subplots(

@@ -276,7 +276,8 @@ def speed(step: Step, settings: ScalingSettings, head: dict[str, Any]) -> dict[s
     """
     cuda, n = not settings.tiny, head["gpus"]
     results, traffic = [step(), step()], Traffic(n)
-    with torch.compiler.set_stance("force_eager"), traffic:
+    eager = n > 1 or "samples" not in head  # the batch of several GPUs may fit on one only if compiled
+    with torch.compiler.set_stance("force_eager" if eager else "default"), traffic:
         results.append(step())
     for _ in range(WARM_UP - len(results)):
         step()
