@@ -117,13 +117,15 @@ class Multilinear(ProductMixer):
     "identity", normalize=False and post_norm=True it is the form of the source, github.com/vpuri3/FLARE.py (backend
     `multilinear`).
 
-    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; (L + 1) N D^2 multiplications per head. Options:
-    `MultilinearOptions`. Raises ValueError for a rotary embedding, which one query cannot undo for L keys.
+    With a rotary embedding, channel pairs are complex numbers, k_1 and the projections are rotated, the one is not, and
+    the q of a product with p projections is rotated p + 1 times, so that it depends on differences of positions only.
+
+    q [B, N, H, D], k and v [B, N, Hk, D] -> o [B, N, H, D]; (L + 1) N D^2 multiplications per head, rotated 2 L N D^2.
+    Options: `MultilinearOptions`.
     """
 
     name = "multilinear"
     defaults = MultilinearOptions()
-    takes_rotations = False
     options: MultilinearOptions
 
     def __init__(self, layer: LayerSpec, options: MultilinearOptions) -> None:
@@ -132,11 +134,24 @@ class Multilinear(ProductMixer):
         self.reset_parameters()
 
     def further_keys(self, k: Tensor, added: Tensor) -> Tensor:
-        return 1 + added
+        return added  # the one is added to the moments
 
     def read(self, q: Tensor, moments: Tensor, values: Tensor, rotate: Rotate | None) -> Tensor:
-        # the gradient of Tensor.prod waits for the GPU
-        return apply_matrix(q, functools.reduce(torch.mul, moments.unbind()))
+        first, *further = moments.unbind()
+        ones = [mean[..., None, :] for mean in values[1:].unbind()]  # moments of keys that are one
+        if rotate is None:  # the gradient of Tensor.prod waits for the GPU
+            return apply_matrix(q, functools.reduce(torch.mul, map(torch.add, further, ones), first))
+        half = isinstance(rotate, Rotation) and rotate.half
+        terms = [first]  # by number of projections
+        for added, one in zip(further, ones, strict=True):
+            nothing = torch.zeros_like(first)
+            more = [complex_product(term, added, half) for term in [nothing, *terms]]
+            terms = [term * one + other for term, other in zip([*terms, nothing], more, strict=True)]
+        o = torch.zeros_like(q)
+        for term in terms:
+            q = rotate(q)
+            o = o + apply_matrix(q, term)
+        return o
 
 
 class Strassen(ProductMixer):

@@ -1,5 +1,7 @@
 """Products of moments, strassen and multilinear: sums over pairs and triples of tokens, written out."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,8 +108,9 @@ def rotary(start: int, half: bool) -> Rotation:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_strassen_with_rotation_depends_on_differences_of_positions(half):
-    mixer, q, k, v, ctx = setting("strassen")
+@pytest.mark.parametrize(("name", "options"), [("strassen", {}), ("multilinear", {}), ("multilinear", {"ways": 3})])
+def test_with_rotation_depends_on_differences_of_positions(name, options, half):
+    mixer, q, k, v, ctx = setting(name, **options)
     outs = [mixer(q, k, v, Context(x=ctx.x, rotate=r)) for r in (rotary(0, half), rotary(7, half), None)]
     torch.testing.assert_close(outs[0], outs[1], rtol=1e-9, atol=1e-9)
     assert not torch.allclose(outs[0], outs[2], rtol=1e-2)
@@ -123,6 +126,37 @@ def test_the_rotated_term_is_a_complex_product():
     u, key, other = (torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) for t in (u, key, other))
     a = torch.einsum("bthd,bihd,bjhd->bhtij", u, key.conj(), other.conj()).real / N**2
     wanted = torch.einsum("bhtij,bihe,bjhe->bthe", a, *values)
+    found = mixer(q, k, v, Context(x=ctx.x, rotate=rotation))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_rotated_mixer_is_rotated_linear_attention(name, half):
+    """With `elu1`; `power` has another denominator in `la`."""
+    _, q, k, v, ctx = setting(name)
+    own = {"num_kv_heads": HK, "dtype": torch.float64, "feature_map": "elu1"}
+    mixers = [build_mixer(n, C, H, D, **own) for n in (name, "la")]
+    found, wanted = (mixer(q, k, v, Context(x=ctx.x, rotate=rotary(0, half))) for mixer in mixers)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_rotated_multilinear_is_a_complex_sum_over_tuples():
+    """Products of three keys, where (1 + projection) is expanded; q is rotated once per rotated key."""
+    mixer, q, k, v, ctx = setting("multilinear", ways=3)
+    rotation = rotary(0, False)
+    u, keys, values = inputs(mixer, q, k, v, ctx.x)
+    complex_of = lambda t: torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous())  # noqa: E731
+    key, *projections = (complex_of(rotation(t)) for t in (keys[0], keys[1] - 1, keys[2] - 1))
+    wanted = torch.zeros_like(u)
+    for taken in itertools.product((False, True), repeat=2):
+        u_turned = rotation(u)
+        for _ in range(sum(taken)):
+            u_turned = rotation(u_turned)
+        second, third = (p if t else torch.ones_like(p) for p, t in zip(projections, taken, strict=True))
+        a = (complex_of(u_turned), key.conj(), second.conj(), third.conj())
+        weights = torch.einsum("bthd,bihd,bjhd,blhd->bhtijl", *a).real / N**3
+        wanted += torch.einsum("bhtijl,bihe,bjhe,blhe->bthe", weights, *values)
     found = mixer(q, k, v, Context(x=ctx.x, rotate=rotation))
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
