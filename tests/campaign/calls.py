@@ -13,15 +13,15 @@ from torch import Tensor
 
 LINEAR = ("linear_attention", "hla2", "ahla", "hla3", "polynomial")
 OPS = (*LINEAR, "mhla", "taylor2", "multipole", "adaptive_multipole", "softmax_attention", "delta")
-MAPS = (None, "identity", "relu", "elu1", "softmax", "softmax_pair")
+MAPS = (None, "identity", "relu", "elu1", "softmax", "softmax_pair", "power")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Call:
     """A call as plain values. options: keywords that are passed as they are; extra: what tensors are made of (mask,
-    lengths, decay, rotary, mixing, narrow, rank, log_f, removed); pieces: lengths of the segments of a call with a
-    state, () for none."""
+    lengths, decay, rotary, mixing, narrow, rank, log_f, removed, power); pieces: lengths of the segments of a call with
+    a state, () for none."""
 
     op: str
     dtype: str
@@ -65,10 +65,9 @@ def draw(rng: random.Random, gpu: bool) -> Call:
 
 
 def _linear(rng: random.Random, call: Call, gpu: bool) -> Call:
-    options: dict[str, Any] = {"feature_map": rng.choice(MAPS)}
-    extra: dict[str, Any] = {}
+    name, options, extra = features(rng)
     causal = call.op != "polynomial" and rng.random() < (0.1 if gpu else 0.4)
-    if options["feature_map"] not in (None, "identity") and rng.random() < 0.6:
+    if name not in (None, "identity") and rng.random() < 0.6:
         options |= {"normalize": True, "eps": rng.choice((1e-12, 1e-6, 0.1))}
     else:
         options |= {"center": rng.choice((None, None, "k", "qk")), "mean_path": rng.random() < 0.3}
@@ -90,6 +89,14 @@ def _linear(rng: random.Random, call: Call, gpu: bool) -> Call:
     if not extra.get("mask") and rng.random() < 0.15 and call.impl != "reference":
         pieces = segments(rng, call.n)
     return replace(call, options=options, extra=extra, pieces=pieces)
+
+
+def features(rng: random.Random) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
+    """A feature map, with its option and extra: `power` comes before the operator."""
+    name = rng.choice(MAPS)
+    if name == "power":
+        return name, {"feature_map": "identity"}, {"power": True}
+    return name, {"feature_map": name}, {}
 
 
 def segments(rng: random.Random, n: int) -> tuple[int, ...]:
@@ -114,15 +121,15 @@ def _mhla(rng: random.Random, call: Call, gpu: bool) -> Call:
     causal = rng.random() < 0.3
     if causal:
         blocks = (blocks[0], *[1] * (len(grid) - 1))
-    prefix, name = rng.choice((0, 0, 1, 3)), rng.choice(MAPS)
+    prefix, (name, options, extra) = rng.choice((0, 0, 1, 3)), features(rng)
     normalize = name is not None and name != "identity" and rng.random() < 0.6
     n = prefix + math.prod(grid)
-    options: dict[str, Any] = {
-        "grid": grid, "blocks": blocks, "prefix": prefix, "feature_map": name, "normalize": normalize,
+    options |= {
+        "grid": grid, "blocks": blocks, "prefix": prefix, "normalize": normalize,
         "order": rng.choice(("la", "ahla", "hla2")), "scale": rng.choice((None, None, 0.3)),
         "q_scale": rng.choice((1.0, call.d**-0.5)), "moments": rng.choice(("bfloat16", "float32")),
     }  # fmt: skip
-    extra: dict[str, Any] = {"mixing": rng.choice(("shared", "heads"))}
+    extra["mixing"] = rng.choice(("shared", "heads"))
     if causal:
         options["causal"] = True
         n = rng.randint(1, n)
@@ -190,7 +197,7 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    more: list[Tensor]  # coefficients, mixing, narrow queries and keys, decay; or log_f, a, b of `delta`
+    more: list[Tensor]  # coefficients, mixing, narrow queries and keys, decay, exponents; or log_f, a, b of `delta`
     grad: Tensor
     mask: Tensor | None
     rotary: tuple[Tensor, Tensor] | None
@@ -224,6 +231,9 @@ def tensors(call: Call, device: str) -> Inputs:
     if isinstance(call.extra.get("decay"), str):
         heads = call.h if call.extra["decay"] == "heads" else call.hk
         more.append((0.5 + 0.5 * torch.rand(heads, generator=g, dtype=torch.float64)).to(device, wide))
+    if call.extra.get("power"):
+        heads = (call.h, call.hk)
+        more += [(1.5 + 3.5 * torch.rand(h, generator=g, dtype=torch.float64)).to(device, wide) for h in heads]
     if call.op == "delta":
         if rank := call.extra["rank"]:
             k, v = (tokens(call.h * rank, width, 0.0).unflatten(2, (call.h, rank)) for width in (call.d, call.dv))

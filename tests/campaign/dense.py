@@ -36,6 +36,33 @@ def phi(x: Tensor, name: str | None) -> Tensor:
     return x
 
 
+def power(x: Tensor, exponent: Tensor, dtype: torch.dtype, o: Options) -> Tensor:
+    """|y| y^p / |y^p| with y = relu(x), of x [..., H, N, D] and p [H]: tokens of an operator, so rounded to `dtype`.
+
+    With the option `apart` the terms of its derivative, and those alone, enter by their magnitudes: the gradient of the
+    features is rounded to `dtype`, too, relatively or as the smallest normal number is. Where it overflows, gradients
+    are infinite.
+    """
+    info, step, power_of = torch.finfo(dtype), x.clamp(min=0), exponent[:, None, None].to(x.dtype)
+    y, p = step.detach(), power_of.detach()
+    s, total = (t.norm(dim=-1, keepdim=True) for t in (y, y**p))
+    s, total = (t.where(t > 0, 1) for t in (s, total))
+    u, log, sign = y**p / total, (y / s).where(y > 0, 1).log(), 1 if o.get("apart") else minus(o)
+    raised = p * y ** (p - 1) / total * (step - y) + u * (log.abs() if sign > 0 else log) * (power_of - p)
+    change = u * (y / s * (step - y)).sum(-1, keepdim=True)  # 0, like `raised`: derivatives alone
+    change = change + s * (raised + sign * u * (u * raised).sum(-1, keepdim=True))
+
+    def received(grad: Tensor) -> Tensor:
+        if o.get("apart"):
+            return grad.abs().clamp(min=info.smallest_normal)
+        return grad if o.get("magnitudes") else grad.where(grad.abs() < info.max / 4, math.inf)
+
+    out = (s * u).to(dtype).to(x) + change
+    if out.requires_grad:
+        out.register_hook(received)
+    return out
+
+
 def linear(op: str, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, gamma: Tensor | None, o: Options) -> Tensor:
     """`linear_attention` to `polynomial`; c [H, 4], gamma [H] or None. Two-sided forms weigh all tokens alike."""
     causal, ridge, center = o.get("causal", False), o.get("ridge", 0.0), o.get("center")

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import hla_kernels as hk
+from hla_kernels.features.power import power_pair
 from tests.campaign import dense
 from tests.campaign.calls import DTYPES, LINEAR, Call, Inputs, draw, smaller, tensors
 from tests.campaign.harness import Case, fork
@@ -80,6 +81,9 @@ def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
 def forward(call: Call, x: Inputs, leaves: list[Tensor]) -> Tensor:
     """The output of the package."""
     q, k, v, *more = leaves
+    if call.extra.get("power"):
+        q, k = power_pair(q, k, *more[-2:])
+        more = more[:-2]
     options: dict[str, Any] = {**call.options, "impl": call.impl}
     if "narrow" in call.extra:
         options["narrow"] = (more.pop(1), more.pop(1))
@@ -134,11 +138,16 @@ def truth(call: Call, x: Inputs, dtype: torch.dtype, **changes: Any) -> list[Ten
     """The same of the dense definitions in a precision; changes: of options."""
     leaves = [t.detach().to(dtype).requires_grad_() for t in (x.q, x.k, x.v, *x.more)]
     options = {**call.options, **changes}
-    q, k, v = (t.transpose(1, 2).repeat_interleave(call.h // t.shape[2], 1) for t in leaves[:3])
+    q, k, v = (t.transpose(1, 2) for t in leaves[:3])
+    more = leaves[3:]
+    if call.extra.get("power"):
+        q, k = (dense.power(t, p, DTYPES[call.dtype], options) for t, p in zip((q, k), more[-2:], strict=True))
+        more = more[:-2]
+    q, k, v = (t.repeat_interleave(call.h // t.shape[1], 1) for t in (q, k, v))
     rows = []
     for i in range(call.b):
         keep = torch.ones(call.n, dtype=torch.bool, device=q.device) if x.mask is None else x.mask[i]
-        rows.append(sample(call, x, options, (q[i], k[i], v[i]), leaves[3:], keep, i))
+        rows.append(sample(call, x, options, (q[i], k[i], v[i]), more, keep, i))
     y = torch.stack(rows).transpose(1, 2) if rows else q.new_zeros(0, call.n, call.h, call.dv)
     y = y + 0 * sum(t.sum() for t in leaves)  # where no token is real
     return [y.detach(), *gradients(y, leaves, x.grad)]
@@ -209,14 +218,15 @@ def fewest(call: Call, x: Inputs) -> int:
 
 def allowed(call: Call, x: Inputs, exact: list[Tensor], fast: bool) -> list[float]:
     """How far a result may be from the truth: the rounding of the result, and of the terms that it sums, which may
-    cancel."""
+    cancel; and the rounding of the gradient of features, which `power` gets."""
     sdpa = call.op == "softmax_attention" and call.impl != "reference"  # torch's own kernels round weights to 16 bits
     own = ROUNDING[call.dtype] * (FAST if fast or sdpa else 1.0)
     info = torch.finfo(DTYPES[call.dtype])
     least = info.smallest_normal * info.eps  # numbers of float16 end soon
     terms = of_products(call, x) if call.op in LINEAR or call.op == "mhla" else of_softmax(call, x, exact)
     cancelled = float(x.v.double().square().mean().sqrt() * x.grad.double().norm()) if sdpa and x.v.numel() else 0.0
-    parts = truth(call, x, torch.float64, held=True) if fast and fewest(call, x) <= FEW else exact
+    few = fast and fewest(call, x) <= FEW
+    parts = truth(call, x, torch.float64, held=few, apart=True) if few or call.extra.get("power") else exact
     return [
         own * max(float(t.norm()), float(part.norm()), cancelled) + lost + least * t.numel() ** 0.5 + 1e-30
         for t, part, lost in zip(exact, parts, terms, strict=True)

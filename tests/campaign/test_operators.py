@@ -59,6 +59,25 @@ def test_another_decay_of_the_definition_is_found(monkeypatch):
     assert operators.check(DELTA, "cpu").startswith("o is off")
 
 
+@pytest.mark.parametrize("dtype", ("float64", "float32", "float16", "bfloat16"))
+@pytest.mark.parametrize("fault", ("o is off", "dq is off", "1 is off"))
+def test_another_power_of_the_definition_is_found(fault, dtype, monkeypatch):
+    """Of its features, of the gradients of tokens, and of the gradient of the exponents of q."""
+    options = {"feature_map": "identity", "normalize": True}
+    call = Call("ahla", dtype, 2, 40, 4, 2, 8, 5, seed=0, options=options, extra={"power": True})
+    assert operators.check(call, "cpu") == ""
+    power, scale = dense.power, {"o is off": (1, 1), "dq is off": (1.1, 1), "1 is off": (1, -1)}[fault]
+
+    def other(x, exponent, *more):
+        if fault == "o is off":
+            return power(x, 1.1 * exponent, *more)
+        given = ((1 - s) * t.detach() + s * t for s, t in zip(scale, (x, exponent), strict=True))
+        return power(*given, *more)
+
+    monkeypatch.setattr(dense, "power", other)
+    assert operators.check(call, "cpu").startswith(fault)
+
+
 def test_a_fault_is_found_and_reduced(monkeypatch):
     """The gradient of queries turned the wrong way, with rotary tables of each head."""
     assert operators.check(CALL, "cpu") == ""
