@@ -83,6 +83,8 @@ def test_wan_on_two_gpus(tmp_path):
         ),
         ("wan", "mhla", {"causal": True}, ContextParallelConfig(ring_degree=2), r"orders the tokens inside blocks"),
         ("wan", "gdn", {"depthwise": ""}, ContextParallelConfig(ring_degree=2), "passes a state along its own order"),
+        ("wan", "mega", {}, ContextParallelConfig(ring_degree=2), "averages tokens along the grid"),
+        ("wan", "nystrom", {}, ContextParallelConfig(ring_degree=2), "pools tokens by their position"),
         ("flux", "ahla", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted Wan models only"),
         ("dit", "ahla", {}, ContextParallelConfig(ulysses_degree=2), "exact for converted Wan models only"),
         ("flux", "ahla", {}, TensorParallelConfig(tp_degree=2), "splits heads"),
