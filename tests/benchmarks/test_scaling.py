@@ -149,7 +149,7 @@ def test_efficiency_of_a_fixed_batch_per_gpu():
     assert report.efficiency([all_samples, one, two], two) == (0.8, pytest.approx(0.05))
     assert report.efficiency([all_samples, two], {**two, "ms": 20.0}) == (0.4, pytest.approx(0.05))
     line = report.TEXT["scaling"]({"rows": [one, two], "failed": []}).splitlines()[-1]
-    assert line.startswith("| dit_xl2 | all | 256 | train | ddp | yes | 2 | 4 | 10.0 | - | 0.80 |")
+    assert line.startswith("| dit_xl2 | all | 256 | train | ddp | yes | 2 | 4 | 10.0 | - | 0.800 |")
 
 
 def test_several_gpus_are_asked_for():

@@ -368,7 +368,7 @@ def scaled(result: Row) -> str:
         ]
         cells += [f"{row['ms']:.1f}", str(row.get("per_second", "-"))]
         speed, apart = efficiency(result["rows"], row) or (None, None)
-        cells += ["-" if speed is None else f"{speed:.2f}", "-" if "sent_mib" not in row else f"{row['sent_mib']:.1f}"]
+        cells += ["-" if speed is None else f"{speed:.3f}", "-" if "sent_mib" not in row else f"{row['sent_mib']:.1f}"]
         cells.append(str(row["peak_mib"]))
         lines.append([*cells, "-" if apart is None else f"{apart:.1e}"])
     return f"{_table(head, lines)}\n\n{failures(result)}".rstrip()

@@ -52,7 +52,7 @@ class ScalingSettings:
     gpus: numbers of GPUs; efficiency is relative to one GPU
     methods: ways to share the tokens of a video: softmax ring, softmax ulysses, or the name of a mixer
     sizes: height of the video, 480 or 720 (32,760 and 75,600 tokens)
-    modes: infer, train; training uses the first of `sizes`
+    modes: infer, train; training uses the first of `sizes` ([720]: training at 720p)
     layers: number of blocks of Wan2.1-1.3B (published: 30); times are about proportional to it
     models: models trained with data parallelism: vit_small (224 pixels), dit_xl2 (256 pixels)
     mixer: mixer of these models
