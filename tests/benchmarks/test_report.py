@@ -23,8 +23,9 @@ def kernel_fixture() -> dict:
                 for op in OPS:
                     made.append({"op": op, "impl": "ours", "options": peers.OPTIONS[name], "us": us * slower, **tail})
             for impl, slower in (("ours", 2), ("eager", 5)):
-                pair = {"op": "hla2", "impl": impl, "options": peers.OPTIONS["pair_ratio"]}
-                made.append({**pair, "us": us * slower, **tail})
+                for name, factor in (("pair_ratio", 1.0), ("power_ratio", 0.75)):
+                    case = {"op": "hla2", "impl": impl, "options": peers.OPTIONS[name]}
+                    made.append({**case, "us": us * slower * factor, **tail})
             fixed = {"op": "polynomial", "impl": "ours", "options": peers.FIXED["fixed"], "us": us / 2, **tail}
             made.append({**fixed, "first_s": 3.0})
             made.append({"op": "softmax_attention", "impl": "sdpa_cudnn", "options": {}, "us": us * 6, **tail})
@@ -57,7 +58,9 @@ def test_kernel_table():
     assert cells[1][1:6] == ["5 (1.00 pass 0.7)", "10 (1.00 pass 0.6)", "12.00 pass 4.5", "-", "-"]
     assert cells[1][-1] == "3.0"
     assert "| sdpa_cudnn softmax_attention | 60 / 120 |" in "\n".join(lines)
-    assert "| DiT-XL 256 | hla2 | 20 | 2.5 | 40 | 2.5 | 1.0e-03 / 1.0e-03 | 1 |" in lines
+    for title, cells in (("softmax pair", "20 | 2.5 | 40 | 2.5"), ("power", "15 | 2.5 | 30 | 2.5")):
+        (head,) = (place for place, line in enumerate(lines) if f"| {title} + ratio |" in line)
+        assert f"| DiT-XL 256 | hla2 | {cells} | 1.0e-03 / 1.0e-03 | 1 |" in lines[head : head + 8]
     (line,) = (line for line in report.multipole(kernel_fixture()).splitlines() if line.startswith("| ViT-S 224 | 8x8"))
     assert [cell.strip() for cell in line.split("|")[5:11]] == ["15", "4.00", "30", "4.00", "10.00", "triton"]
 

@@ -14,6 +14,7 @@ from benchmarks import check as checking
 from benchmarks import formulas, models, operators, peers, report, rows, timing
 from benchmarks.profile import part_of, times
 from benchmarks.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_bytes, floor_us
+from hla_kernels.features.power import power_pair
 from tests.forks import run_fork
 
 RATE = 4.27e12  # bytes per second of a copy; the floors below were worked out by hand for it
@@ -50,8 +51,11 @@ def test_higher_orders_read_twice_where_heads_are_long():
 def test_plain_formulas_are_the_definitions(op, options):
     q, k, v = torch.randn(3, 2, 7, 3, 5, dtype=torch.float64)
     c = torch.rand(3, 4, dtype=torch.float64) if op == "polynomial" else None
-    given = (q, k, v) if c is None else (q, k, v, c)
-    wanted = getattr(hla_kernels, op)(*given, impl="reference", **options)
+    features = (q, k)
+    if options.get("feature_map") == "power":
+        features = power_pair(q, k, *torch.full((2, 3), formulas.POWER))
+    given = (*features, v) if c is None else (*features, v, c)
+    wanted = getattr(hla_kernels, op)(*given, impl="reference", **peers.of_operator(options, q))
     found = formulas.plain(op, *(x.transpose(1, 2) for x in (q, k, v)), c, **options).transpose(1, 2)
     torch.testing.assert_close(found, wanted)
 
@@ -106,9 +110,11 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("impl", ["ours", "eager"])
-@pytest.mark.parametrize("op", [*OPS, "taylor2"])
-def test_a_case_is_compared_with_float64(op, impl, small):
-    options = {} if op == "taylor2" else peers.OPTIONS["elu1_ratio"]
+@pytest.mark.parametrize(
+    ("op", "options"), [*((op, name) for op in OPS for name in ("elu1_ratio", "power_ratio")), ("taylor2", "identity")]
+)
+def test_a_case_is_compared_with_float64(op, options, impl, small):
+    options = peers.OPTIONS[options]
     case = peers.Case("vit224", op, impl, tuple(options.items()))
     found = checking.check(case, "cpu")
     assert found.problem is None and found.ran == ("torch" if impl == "ours" else None)
@@ -185,7 +191,7 @@ def test_a_call_that_cannot_be_captured_is_timed_by_events(monkeypatch):
 def test_selection_of_cases():
     found = peers.cases(["vit224"], ["ahla", "hla2"], ["ours", "sdpa_cudnn", "compiled", "fla"], peers.OPTIONS)
     count = [sum(case.impl == impl for case in found) for impl in ("ours", "sdpa_cudnn", "compiled", "fla")]
-    assert count == [12, 1, 2, 1]
+    assert count == [14, 1, 2, 1]
     found = peers.cases(["vit224"], ["polynomial", "ahla"], ["ours", "eager"], ["fixed"])
     assert found == [peers.Case("vit224", "polynomial", "ours", (("fixed", True),))]
     assert peers.coefficients(found[0], "cpu").requires_grad is False

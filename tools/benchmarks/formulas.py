@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK = 1024
+POWER = 3.0  # exponent of the map "power", the initial one of the zoo
 
 
 def plain(
@@ -23,7 +24,7 @@ def plain(
 ) -> Tensor:  # fmt: skip
     """Compute o = q M of a two-sided operator.
 
-    coefficients: [H, 4], polynomial only. Feature maps: None, "relu", "elu1" and "softmax_pair".
+    coefficients: [H, 4], polynomial only. Feature maps: None, "relu", "elu1", "softmax_pair" and "power".
     """
     if feature_map == "relu":
         q, k = q.relu(), k.relu()
@@ -31,6 +32,8 @@ def plain(
         q, k = F.elu(q) + 1, F.elu(k) + 1
     if feature_map == "softmax_pair":
         q, k = (torch.cat([x.softmax(-1), (-x).softmax(-1)], -1) for x in (q, k))
+    if feature_map == "power":
+        q, k = _power(q), _power(k)
     if center == "k":
         k = k - k.mean(-2, keepdim=True)
     mean = v.mean(-2, keepdim=True) if mean_path else None
@@ -41,6 +44,14 @@ def plain(
     if normalize:
         o = o / (q @ _matrix(op, q, k, coefficients, lambda x: x.mean(-2, keepdim=True).mT) + eps)
     return o if mean is None else o + mean
+
+
+def _power(x: Tensor) -> Tensor:
+    """Compute |y| y^p / |y^p|, y = relu(x)."""
+    y = x.relu()
+    raised = y**POWER
+    length = raised.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)  # 0 without a positive channel
+    return raised * (y.norm(dim=-1, keepdim=True) / length)
 
 
 def _matrix(op: str, q: Tensor, k: Tensor, c: Tensor | None, with_values: Callable[[Tensor], Tensor]) -> Tensor:

@@ -54,9 +54,9 @@ class KernelSettings:
     ops: two-sided operators, mhla, taylor2, multipole; softmax and causal peers are always timed
     impls: ours and the peers
     options: identity (unnormalised), elu1_ratio, center_mean (centred keys and mean path), relu, relu_ratio, pair_ratio
-      (softmax pair features, twice as many as channels); fixed (polynomial: coefficients without gradient); mhla only:
-      relu, relu_ratio, float32 (moments), rotary, rotary_ratio, order_ahla, order_hla2; multipole only: degree0,
-      degree1
+      (softmax pair features, twice as many as channels), power_ratio (`power`, in a launch before the operator);
+      fixed (polynomial: coefficients without gradient); mhla only: relu, relu_ratio, float32 (moments), rotary,
+      rotary_ratio, order_ahla, order_hla2; multipole only: degree0, degree1
     workers: number of processes that compile and check in parallel
     json: result file to add to
     picture: PNG to draw from the whole file

@@ -3,6 +3,7 @@
 The gradient is one packed tensor. Copies that an implementation needs for its own layout count.
 """
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hla_kernels
-from benchmarks.formulas import angles, causal, locality, mixed, multipole, plain, softmax, taylor
+from benchmarks.formulas import POWER, angles, causal, locality, mixed, multipole, plain, softmax, taylor
 from benchmarks.shapes import ALL_SHAPES, FIELDS, GRIDS
+from hla_kernels.features.power import power_pair
 
 Call = Callable[[Tensor, Tensor | None], Tensor]  # (qkv, `coefficients` of the case) -> o
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relu": {"feature_map": "relu", "normalize": False},
     "relu_ratio": {"feature_map": "relu", "normalize": True},
     "pair_ratio": {"feature_map": "softmax_pair", "normalize": True},
+    "power_ratio": {"feature_map": "power", "normalize": True},  # ours: features by `power_pair`, before the operator
 }
 # mhla only; rotary: tables of `formulas.angles`
 MIXED_OPTIONS: dict[str, dict[str, Any]] = {
@@ -151,8 +154,8 @@ def reference_output(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | No
 
 
 def of_operator(options: dict[str, Any], qkv: Tensor) -> dict[str, Any]:
-    """Convert the options of a case to operator arguments: rotary tables are tensors, `fixed` is removed."""
-    options = {k: v for k, v in options.items() if k != "fixed"}
+    """Convert the options of a case to operator arguments: rotary tables are tensors, `fixed` and `power` removed."""
+    options = {k: "identity" if v == "power" else v for k, v in options.items() if k != "fixed"}
     if not options.get("rotary"):
         return options
     return options | {"rotary": angles(qkv.shape[1], qkv.shape[4], qkv.device)}
@@ -162,6 +165,8 @@ def _ours(op: str, options: dict[str, Any]) -> Call:
     if op == "multipole":
         return lambda qkv, c: hla_kernels.multipole(*qkv.unbind(2), **options, q_scale=qkv.shape[-1] ** -0.5)
     packed = getattr(hla_kernels, f"{op}_qkvpacked")
+    if options.get("feature_map") == "power":
+        return partial(_behind_power, getattr(hla_kernels, op), options)
     if op == "taylor2":
         return lambda qkv, c: packed(qkv, c, q_scale=qkv.shape[-1] ** -0.5)
     if op == "mhla":
@@ -169,6 +174,19 @@ def _ours(op: str, options: dict[str, Any]) -> Call:
     if op == "polynomial":
         return lambda qkv, c: packed(qkv, c, **of_operator(options, qkv))
     return lambda qkv, c: packed(qkv, **options)
+
+
+def _behind_power(operator: Callable[..., Tensor], options: dict[str, Any], qkv: Tensor, c: Tensor | None) -> Tensor:
+    """Apply the map `power` to q and k with one exponent per head, and an operator to the features."""
+    q, k, v = qkv.unbind(2)
+    exponents = _exponents(qkv.shape[3], qkv.device)
+    features = power_pair(q, k, exponents, exponents)
+    return operator(*features, v, *(() if c is None else (c,)), **of_operator(options, qkv))
+
+
+@functools.lru_cache
+def _exponents(heads: int, device: torch.device) -> Tensor:
+    return torch.full((heads,), POWER, device=device)
 
 
 def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,10 @@ WAN_TARGETS = {  # same, denoising step at 480 pixels
 }  # fmt: skip
 FIXED = (("fixed", True),)  # coefficients that need no gradient
 PLAIN = ((), FIXED)
-PAIR = (("feature_map", "softmax_pair"), ("normalize", True))
+RATIOS = {  # feature maps whose ratios are compared with eager torch
+    "softmax pair": (("feature_map", "softmax_pair"), ("normalize", True)),
+    "power": (("feature_map", "power"), ("normalize", True)),
+}
 # keys that identify a failed case
 FAILED = ("model", "size", "tokens", "mode", "weights", "shape", "impl", "mixer", "method", "gpus", "op")
 
@@ -22,7 +25,8 @@ FAILED = ("model", "size", "tokens", "mode", "weights", "shape", "impl", "mixer"
 def kernels(result: Row) -> str:
     """Return our operators by shape, the peers by shape, and how they were measured."""
     found = {_place(row): row for row in result["rows"]}
-    parts = [_ours(found), _pairs(found), _mixed(result["rows"], found), _taylor(found), _multipole(found)]
+    ratios = [_ratios(found, title, options) for title, options in RATIOS.items()]
+    parts = [_ours(found), *ratios, _mixed(result["rows"], found), _taylor(found), _multipole(found)]
     parts += [_peers(result["rows"]), _measured(result)]
     return "\n\n".join(part for part in parts if part)
 
@@ -128,15 +132,15 @@ def _line(shape: Shape, op: str, given: tuple, plain: dict[str, Row | None], fou
     return cells
 
 
-def _pairs(found: dict[tuple, Row]) -> str:
-    """Ratios of the softmax pair, with twice as many features as channels, and eager torch."""
-    head = ["shape", "softmax pair + ratio", "forward us", "times eager", "forward+backward us", "times eager"]
+def _ratios(found: dict[tuple, Row], title: str, options: tuple) -> str:
+    """Ratios of one feature map (a softmax pair has twice as many features as channels), and eager torch."""
+    head = ["shape", f"{title} + ratio", "forward us", "times eager", "forward+backward us", "times eager"]
     head += ["error f / b", "peak MiB f+b"]
     lines = []
     for shape in ALL_SHAPES.values():
         for op in OPS:
             ours, eager = (
-                [found.get((tuple(shape.sizes), op, impl, PAIR, which)) for which in PASSES]
+                [found.get((tuple(shape.sizes), op, impl, options, which)) for which in PASSES]
                 for impl in ("ours", "eager")
             )
             if ours[0] is None or ours[1] is None:
