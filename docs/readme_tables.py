@@ -37,7 +37,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "denoisers-h100": ("Denoisers with the power map", tables.diffusion),
     "denoisers-h200": ("Denoisers with the power map, converted", tables.diffusion),
     "video-clips": ("A small video transformer", tables.diffusion),
-    "video-frames-digits": ("Moving digits, two-sided and frame-causal", tables.diffusion),
+    "moving-digits": ("Moving digits, two-sided and frame-causal", tables.diffusion),
     "video-frames-h200": ("Frame-causal video transformers", tables.diffusion),
     "fidelity-h100": ("Adaptive multipole: closeness to softmax", tables.fidelity),
     "fidelity-h200": ("Adaptive multipole: closeness to softmax at 256 tokens", tables.fidelity),

@@ -2,7 +2,7 @@
 
 python block_gate.py OPTIONS B H GRID BLOCKS D [rotary | shared | ones] [+ OPTIONS ...]
 
-OPTIONS: JSON of those of `mhla`. shared: tokens that devices share. ones: v is a tensor of ones, with which `mhla`
+OPTIONS: options of `mhla`, as JSON. shared: devices share the tokens. ones: v is a tensor of ones, with which `mhla`
 computes denominators. `+` begins another call; every line says of which call it is, the first is 0.
 """
 
