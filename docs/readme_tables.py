@@ -41,6 +41,8 @@ PAGES = {  # name -> title and table of the page with all rows
     "video-frames-h200": ("Frame-causal video transformers", tables.diffusion),
     "fidelity-h100": ("Adaptive multipole: closeness to softmax", tables.fidelity),
     "fidelity-h200": ("Adaptive multipole: closeness to softmax at 256 tokens", tables.fidelity),
+    "fidelity-held-out-h200": ("Adaptive multipole: closeness to softmax on held-out images", tables.fidelity),
+    "fidelity-validation-h200": ("Adaptive multipole: closeness to softmax on validation images", tables.fidelity),
     "adaptive-float32-h200": ("Adaptive multipole in float32", tables.plain),
     "two-levels": ("Adaptive multipole: one and two levels of far tiles", tables.plain),
     "nearest-digits": ("Adaptive multipole: nearest tiles among the exact ones", tables.plain),

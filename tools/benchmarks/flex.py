@@ -74,7 +74,11 @@ def _block_mask(chosen: Tensor, live: Tensor, field: Field) -> tuple[BlockMask, 
     count = torch.full((b, h, u), k, dtype=torch.int32, device=chosen.device)
     indices = torch.zeros(b, h, u, t, dtype=torch.int32, device=chosen.device)
     indices[..., :k] = chosen.int()
-    return BlockMask.from_kv_blocks(count, indices, BLOCK_SIZE=(q_tile, k_tile), mask_mod=mask), is_chosen
+    blocks = {"full_kv_num_blocks": count, "full_kv_indices": indices}  # compiled, these need no mask
+    if t * k_tile > field.n_tokens:  # some slots are empty
+        blocks = {"kv_num_blocks": count, "kv_indices": indices}
+    none = {"kv_num_blocks": torch.zeros_like(count), "kv_indices": indices}
+    return BlockMask.from_kv_blocks(**none | blocks, BLOCK_SIZE=(q_tile, k_tile), mask_mod=mask), is_chosen
 
 
 def _far(

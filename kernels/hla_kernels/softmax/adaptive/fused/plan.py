@@ -50,8 +50,8 @@ class Plan(NamedTuple):
 
     @property
     def pooling(self) -> int:
-        """Warps of `pool`."""
-        return max(1, self.field.k_tile * self.width // 1024)
+        """Warps of `pool`; several have to exchange their sums."""
+        return max(1, self.field.k_tile * self.width // 4096)
 
     @property
     def sums(self) -> dict[str, int]:

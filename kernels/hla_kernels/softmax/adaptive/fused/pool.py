@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import FREE, added, get, head_of, load, store, tile_sums
+from .tiles import FREE, added, get, head_of, load, store
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -41,11 +41,12 @@ def pool_queries(
     stride of TOKENS. sizes: number of slots."""
     start, bh = tl.program_id(0) * BN, tl.program_id(1)
     b, h = bh // heads, bh % heads
-    e = start + tl.arange(0, BN)
+    r = tl.arange(0, BN)
+    e = start + r % (BN // W) * W + r // (BN // W)  # in this order the W slots of a mean are in one thread
     row = tl.load(TOKENS + b.to(tl.int64) * at + e, e < sizes[0], other=-1)
     q = get(head_of(Q, qs, b, h), row, qs, row >= 0, D, DP).to(tl.float32)
-    n = tl.maximum(tl.sum(tl.reshape((row >= 0).to(tl.float32), [BN // W, W]), 1), 1.0)
-    mean = tile_sums(q, W) / n[:, None]
+    n = tl.maximum(tl.sum(tl.reshape((row >= 0).to(tl.float32), [W, BN // W]), 0), 1.0)
+    mean = tl.sum(tl.reshape(q, [W, BN // W, DP]), 0) / n[:, None]
     i, own = start // W + tl.arange(0, BN // W), bh.to(tl.int64) * (sizes[0] // W) * D
     inside = i < sizes[0] // W
     store(QUERY + own, i, D, inside, mean, D, DP)
