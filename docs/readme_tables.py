@@ -48,6 +48,7 @@ PAGES = {  # name -> title and table of the page with all rows
     "nearest-digits": ("Adaptive multipole: nearest tiles among the exact ones", tables.plain),
     "nearest-imagenette": ("Adaptive multipole: nearest tiles among the exact ones, 1,024 tokens", tables.plain),
     "adaptive-branches-h200": ("Adaptive multipole: fine-tuned with linear branches", tables.experiments),
+    "adaptive-tuning-h200": ("Adaptive multipole: images per second of fine-tuning", tables.plain),
     "adaptive-conversions-h100": ("Adaptive multipole: fine-tuned", tables.experiments),
     "kernels-h200": ("Operators", report.kernels),
     "block-pairs-h200": ("Block mixing of few tokens", tables.plain),
