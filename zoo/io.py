@@ -1,5 +1,6 @@
 """Result files (JSON, CSV, Markdown tables) and metadata of hardware and software."""
 
+import contextlib
 import csv
 import datetime
 import hashlib
@@ -51,14 +52,18 @@ def write_csv(head: Sequence[str], rows: Iterable[Sequence[object]], file: Path)
         csv.writer(opened, lineterminator="\n").writerows([head, *rows])
 
 
+def package_versions(*names: str) -> dict[str, str]:
+    """Return the versions of the installed packages among `names`."""
+    versions = {}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
 def environment() -> Tree:
     """Return metadata: date, hardware, and versions of python and packages."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    versions = {"python": platform.python_version(), **package_versions(*PACKAGES)}
     return {"date": datetime.date.today().isoformat(), "hardware": hardware(), "versions": versions}
 
 

@@ -118,10 +118,12 @@ def test_run_with_replaced_timing(monkeypatch, tmp_path):
     )
     todo = [small(case) for case in causal.cases(settings)]
     for name, new in {
-        "need_gpu": lambda what: None, "copy_rate": lambda: 4e12, "cases": lambda s: todo, "peak_mib": lambda call: 1.0,
-        "measure": lambda calls: Timing(500.0, "graph", 600.0), "make": partial(causal.make, device="cpu"),
+        "need_gpu": lambda what: None, "copy_rate": lambda: 4e12, "cases": lambda s: todo,
+        "make": partial(causal.make, device="cpu"),
     }.items():  # fmt: skip
         monkeypatch.setattr(causal, name, new)
+    monkeypatch.setattr("benchmarks.timing.peak_mib", lambda call: 1.0)
+    monkeypatch.setattr("benchmarks.timing.measure", lambda calls: Timing(500.0, "graph", 600.0))
     content = causal.run(settings, "command")
     failed = [(row["op"], row["pass"]) for row in content["failed"]]
     assert failed == [*((op, which) for op in ("gla", "delta_net") for which in causal.PASSES),

@@ -16,7 +16,6 @@ from arena.model import Network
 from arena.tasks import TASKS
 from arena.training import HELD_OUT, constant_score, examples, score_of, train
 from benchmarks import rows
-from zoo.errors import unknown_name
 from zoo.mixers import MIXERS
 from zoo.mixers.delta import DeltaMixer
 from zoo.mixers.options import MixerConfig
@@ -75,9 +74,8 @@ class ArenaSettings:
     merge: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        rows.check_names(self, tasks=TASKS)
         for name in self.tasks:
-            if name not in TASKS:
-                raise unknown_name("task", name, TASKS)
             if self.causal and not TASKS[name].causal:
                 raise ValueError(f"the task {name} has no causal form; those with one are {', '.join(CAUSAL_TASKS)}")
         natural = dict.fromkeys(SIZES, "[0, inf)")

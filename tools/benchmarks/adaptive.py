@@ -20,14 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks import flex, rows
-from benchmarks.operators import need_gpu, package_versions
+from benchmarks.operators import need_gpu
 from benchmarks.profile import kernel_times
-from benchmarks.timing import copy_rate, measure, peak_mib
+from benchmarks.timing import copy_rate, timed_row
 from hla_kernels.softmax.adaptive import fused
 from hla_kernels.softmax.adaptive.call import SELECTS, AdaptiveCall, prepare
 from hla_kernels.softmax.adaptive.torch_form import evaluate
-from zoo.errors import unknown_name
-from zoo.io import markdown_table
+from zoo.io import markdown_table, package_versions
 from zoo.ranges import check_ranges
 
 SETS = 2  # input sets used in rotation
@@ -88,10 +87,7 @@ class AdaptiveSettings:
     json: str = "docs/results/adaptive-h200.json"
 
     def __post_init__(self) -> None:
-        for key, allowed in {"shapes": SHAPES, "impls": IMPLS, "selects": SELECTS}.items():
-            for name in getattr(self, key):
-                if name not in allowed:
-                    raise unknown_name(key.removesuffix("s"), name, allowed)
+        rows.check_names(self, shapes=SHAPES, impls=IMPLS, selects=SELECTS)
         check_ranges("", self, density="[0, 1]", workers="[1, inf)")
 
 
@@ -160,13 +156,8 @@ def check_all(
         try:
             found.append({} if one is None else one.result())
         except Exception as error:  # compilers and devices raise many types; continue with the other cases
-            found.append(reason(error))
+            found.append(rows.reason(error))
     return found
-
-
-def reason(error: Exception) -> dict[str, str]:
-    """Return the row of a failure."""
-    return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
 def inputs(shape: Shape, seed: int, device: str = "cuda") -> list[Tensor]:
@@ -205,21 +196,14 @@ def timed(case: Case, checked: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
             yield which, measured(case, which) | ({"rel_err": checked[which]} if checked else {})
             torch.cuda.empty_cache()
         except Exception as error:  # as in check_all
-            yield which, reason(error)
+            yield which, rows.reason(error)
 
 
 def measured(case: Case, which: str) -> dict[str, Any]:
     """Return the values of a row."""
     call, sets = make(case), [inputs(SHAPES[case.shape], seed) for seed in range(SETS)]
     calls = [functools.partial(one_pass, call, x, which) for x in sets]
-    for each in calls:
-        each()
-    peak, timing = peak_mib(calls[0]), measure(calls)
-    values = {
-        "us": round(timing.us, 2), "timer": timing.timer, "peak_mib": round(peak, 1),
-        "launched_us": round(timing.launched_us, 2),
-    }  # fmt: skip
-    return values | ({"kernels_us": kernel_times(calls[0])} if case.impl == "ours" else {})
+    return timed_row(calls) | ({"kernels_us": kernel_times(calls[0])} if case.impl == "ours" else {})
 
 
 def one_pass(call: Call, x: list[Tensor], which: str) -> Any:

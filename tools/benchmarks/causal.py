@@ -21,12 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hla_kernels
 from benchmarks import rows
-from benchmarks.adaptive import check_all, reason
-from benchmarks.operators import need_gpu, package_versions
-from benchmarks.timing import copy_rate, measure, peak_mib
+from benchmarks.adaptive import check_all
+from benchmarks.operators import need_gpu
+from benchmarks.timing import copy_rate, timed_row
 from hla_kernels import delta_rules as rules
-from zoo.errors import unknown_name
-from zoo.io import markdown_table
+from zoo.io import markdown_table, package_versions
 from zoo.ranges import check_ranges
 
 SETS = 2  # input sets used in rotation
@@ -82,10 +81,7 @@ class CausalSettings:
     json: str = "docs/results/causal-forms-h200.json"
 
     def __post_init__(self) -> None:
-        for key, allowed in {"groups": GROUPS, "shapes": SHAPES, "impls": (*IMPLS, "fla")}.items():
-            for name in getattr(self, key):
-                if name not in allowed:
-                    raise unknown_name(key.removesuffix("s"), name, allowed)
+        rows.check_names(self, groups=GROUPS, shapes=SHAPES, impls=(*IMPLS, "fla"))
         check_ranges("", self, workers="[1, inf)")
 
 
@@ -277,18 +273,11 @@ def timed(case: Case, which: str, checked: dict[str, Any]) -> dict[str, Any]:
     if "reason" in checked:
         return dict(checked)
     try:
-        calls = [make(case, seed)[which] for seed in range(SETS)]
-        for each in calls:
-            each()
-        peak, timing = peak_mib(calls[0]), measure(calls)
+        values = timed_row([make(case, seed)[which] for seed in range(SETS)])
     except Exception as error:  # as in check_all
-        return reason(error)
+        return rows.reason(error)
     finally:
         torch.cuda.empty_cache()
-    values = {
-        "us": round(timing.us, 2), "timer": timing.timer, "peak_mib": round(peak, 1),
-        "launched_us": round(timing.launched_us, 2),
-    }  # fmt: skip
     return values | ({"rel_err": checked[which]} if which in checked else {})
 
 

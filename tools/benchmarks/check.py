@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import hla_kernels
-from benchmarks.peers import Case, coefficients, inputs_with_grad, make, of_operator, reference_output
+from benchmarks.peers import Case, coefficients, formula, inputs_with_grad, make, of_operator
+from benchmarks.rows import reason
 from benchmarks.shapes import ALL_SHAPES
 
 # Relative errors above which a case is not timed. Plain torch in bfloat16 has 2e-3 to 1e-2, and up to 0.1 in the
@@ -45,8 +46,7 @@ def check(case: Case, device: str = "cuda") -> Checked:
     try:
         return _check(case, device)
     except Exception as error:  # a failing peer is a result; continue with the others
-        sentence = " ".join(str(error).split())[:200]
-        return Checked({}, {}, problem=f"{type(error).__name__}: {sentence}")
+        return Checked({}, {}, problem=reason(error)["reason"])
     finally:
         if device == "cuda":
             torch.cuda.empty_cache()  # the processes of the pool share the GPU memory
@@ -86,7 +86,7 @@ def errors(case: Case, qkv: Tensor, o: Tensor, grad: Tensor, found: Tensor, c: T
         q, k, v = (qkv[i, :, t, j].detach().double()[None, None].requires_grad_() for t in range(3))
         # coefficients are per head, a mixing matrix is shared
         own = None if c is None else (c if case.op == "mhla" else c[j : j + 1]).detach().double()
-        exact = reference_output(case, q, k, v, own)
+        exact = formula(case.op, {k: v for k, v in case.options if k != "fixed"}, q, k, v, own)
         right = [exact, *torch.autograd.grad(exact, (q, k, v), grad[i, :, j].double()[None, None])]
         got = [o[i, :, j], *found[i, :, :, j].unbind(1)]
         for place, (x, y) in enumerate(zip(got, right, strict=True)):

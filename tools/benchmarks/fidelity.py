@@ -17,7 +17,6 @@ from benchmarks import rows
 from hla_kernels.softmax.adaptive.call import FARS, SELECTS
 from zoo.data import LoadedImages
 from zoo.data.settings import AugmentSettings, DataSettings
-from zoo.errors import unknown_name
 from zoo.eval.compare import Candidate, open_candidate, open_validation
 from zoo.io import markdown_table
 from zoo.models.convert import swap
@@ -62,10 +61,7 @@ class FidelitySettings:
     picture: str = "runs/fidelity/fidelity.png"
 
     def __post_init__(self) -> None:
-        for key, allowed in {"selects": SELECTS, "fars": FARS}.items():
-            for name in getattr(self, key):
-                if name not in allowed:
-                    raise unknown_name(key.removesuffix("s"), name, allowed)
+        rows.check_names(self, selects=SELECTS, fars=FARS)
         check_ranges("", self, images="[0, inf)", batch_size="[1, inf)", densities="(0, 1]")
         check_device("device", self.device)
 

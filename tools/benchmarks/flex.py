@@ -77,7 +77,7 @@ def _block_mask(chosen: Tensor, live: Tensor, field: Field) -> tuple[BlockMask, 
     blocks = {"full_kv_num_blocks": count, "full_kv_indices": indices}  # compiled, these need no mask
     if t * k_tile > field.n_tokens:  # some slots are empty
         blocks = {"kv_num_blocks": count, "kv_indices": indices}
-    none = {"kv_num_blocks": torch.zeros_like(count), "kv_indices": indices}
+    none: dict[str, Any] = {"kv_num_blocks": torch.zeros_like(count), "kv_indices": indices}
     return BlockMask.from_kv_blocks(**none | blocks, BLOCK_SIZE=(q_tile, k_tile), mask_mod=mask), is_chosen
 
 

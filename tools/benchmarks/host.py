@@ -22,12 +22,10 @@ from torch import Tensor
 
 import hla_kernels
 from benchmarks import rows
-from benchmarks.operators import need_gpu, package_versions
+from benchmarks.operators import need_gpu
 from benchmarks.shapes import OPS
 from hla_kernels.dispatch.verify import SWITCH
-from zoo.errors import unknown_name
-from zoo.io import markdown_table
-from zoo.ranges import check_ranges
+from zoo.io import markdown_table, package_versions
 
 KEY = ("op", "shape", "options", "verify", "pass")
 EAGER, FIRST = (2, 6, 197, 64), (64, 16, 256, 72)  # [B, H, N, D], bfloat16
@@ -55,11 +53,7 @@ class HostSettings:
     json: str = "docs/results/host-h200.json"
 
     def __post_init__(self) -> None:
-        for key, allowed in {"ops": (*OPS, "softmax"), "options": OPTIONS}.items():
-            for name in getattr(self, key):
-                if name not in allowed:
-                    raise unknown_name(key.removesuffix("s"), name, allowed)
-        check_ranges("", self)
+        rows.check_names(self, ops=(*OPS, "softmax"), options=OPTIONS)
 
 
 def run(settings: HostSettings, command: str) -> dict[str, Any]:
@@ -133,7 +127,7 @@ def in_new_process(op: str, options: dict[str, Any], verify: bool) -> dict[str, 
             try:
                 return pool.submit(first_call, op, options).result()
             except Exception as error:  # compilers and devices raise many types; continue with the other cases
-                return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+                return rows.reason(error)
 
 
 def first_call(op: str, options: dict[str, Any]) -> dict[str, float]:

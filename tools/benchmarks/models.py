@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 import zoo
 from benchmarks import rows
-from benchmarks.operators import need_gpu, package_versions
+from benchmarks.operators import need_gpu
 from benchmarks.profile import shares
-from zoo.errors import unknown_name
+from zoo.config import one_of
+from zoo.io import package_versions
 from zoo.models.convert import swap
 from zoo.models.timm.patches import patches_as_products
 
@@ -202,12 +203,9 @@ class ModelSettings:
     picture: str = "docs/pictures/models-h200.png"
 
     def __post_init__(self) -> None:
-        known_words = {"models": MODELS, "modes": MODES, "weights": WEIGHTS, "mixers": zoo.mixers.MIXERS}
-        for key, allowed in known_words.items():
-            for word in getattr(self, key):
-                name = rows.arm(word)[0] if key == "mixers" else word
-                if name not in allowed:
-                    raise unknown_name(key.removesuffix("s"), name, allowed)
+        rows.check_names(self, models=MODELS, modes=MODES, weights=WEIGHTS)
+        for words in self.mixers:
+            one_of("mixer", rows.arm(words)[0], tuple(zoo.MIXERS))
         known = {size for family in MODELS.values() for size in family.batch}
         if wrong := set(self.sizes) - known:
             raise ValueError(f"sizes must be among {sorted(known)}, got {min(wrong)}")
@@ -265,7 +263,7 @@ def run(settings: ModelSettings, command: str) -> dict[str, Any]:
         try:
             row = head | measure(setup, backends)
         except Exception as error:  # a failure is a result; continue with the others
-            row = head | {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            row = head | rows.reason(error)
             print(f"not timed: {' '.join(map(str, setup))}: {row['reason']}")
         rows.add(content, row, rows.MODEL_KEY, file)
     return content

@@ -4,7 +4,6 @@ Cases are compiled and checked in parallel in a pool of processes, so that nothi
 one by one on the idle GPU.
 """
 
-import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,8 @@ from benchmarks.peers import (
     why_unavailable,
 )
 from benchmarks.shapes import ALL_SHAPES, OPS, PASSES, SHAPES, floor_us
-from benchmarks.timing import copy_rate, measure, peak_mib
-from zoo.errors import unknown_name
+from benchmarks.timing import copy_rate, measure, timed_row
+from zoo.io import package_versions
 from zoo.ranges import check_ranges
 
 IMPLS = ("ours", "sdpa_cudnn", "sdpa_flash", "eager", "compiled", "fla", "flash_bla")
@@ -71,12 +69,8 @@ class KernelSettings:
     picture: str = "docs/pictures/kernels-h200.png"
 
     def __post_init__(self) -> None:
-        ops = (*OPS, *OTHERS)
-        known = {"shapes": ALL_SHAPES, "ops": ops, "impls": IMPLS, "options": OPTIONS | MIXED_OPTIONS | FIXED | DEGREES}
-        for key, allowed in known.items():
-            for name in getattr(self, key):
-                if name not in allowed:
-                    raise unknown_name(key.removesuffix("s"), name, allowed)
+        options = OPTIONS | MIXED_OPTIONS | FIXED | DEGREES
+        rows.check_names(self, shapes=ALL_SHAPES, ops=(*OPS, *OTHERS), impls=IMPLS, options=options)
         check_ranges("", self, workers="[1, inf)")
 
 
@@ -116,15 +110,6 @@ def need_gpu(what: str) -> None:
         raise ValueError(f"{what} measures a CUDA GPU, and torch sees none here")
 
 
-def package_versions(*names: str) -> dict[str, str]:
-    """Return the versions of the installed packages."""
-    out = {}
-    for name in names:
-        with contextlib.suppress(PackageNotFoundError):
-            out[name] = version(name)
-    return out
-
-
 def check_all(todo: list[Case], workers: int) -> dict[Case, Checked]:
     """Run `check` for every case in a pool of processes."""
     context = multiprocessing.get_context("spawn")
@@ -150,11 +135,7 @@ def timed(todo: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
         for which in PASSES:
             try:
                 calls = [partial(one_pass, which, call, qkv, c, grad) for qkv, grad in sets]
-                for each in calls:
-                    each()
-                peak, timing = peak_mib(calls[0]), measure(calls)
-                values = {"us": round(timing.us, 2), "timer": timing.timer, "peak_mib": round(peak, 1)}
-                values["launched_us"] = round(timing.launched_us, 2)
+                values = timed_row(calls)
                 if ALL_SHAPES[shape].token_bytes < L2_BYTES:
                     values["warm_us"] = round(measure(calls[:1]).us, 2)
                 yield case, {"pass": which} | values

@@ -137,20 +137,16 @@ def inputs_with_grad(qkv: Tensor, c: Tensor | None) -> list[Tensor]:
     return [x for x in (qkv, c) if x is not None and x.requires_grad]
 
 
-def reference_output(case: Case, q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tensor:
-    """Compute the reference output of a case in the dtype of q, k, v [1, H, N, D]."""
-    options = {k: v for k, v in case.options if k != "fixed"}
-    if case.op == "softmax_attention":
+def formula(op: str, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, c: Tensor | None) -> Tensor:
+    """Compute an operator in plain torch, in the dtype of q, k, v [B, H, N, D]."""
+    if op == "softmax_attention":
         return softmax(q, k, v)
-    if case.op == "mhla":
+    if op in ("mhla", "taylor2"):
         assert c is not None
-        return mixed(q, k, v, c, **options)
-    if case.op == "taylor2":
-        assert c is not None
-        return taylor(q, k, v, c)
-    if case.op == "multipole":
+        return mixed(q, k, v, c, **options) if op == "mhla" else taylor(q, k, v, c)
+    if op == "multipole":
         return multipole(q, k, v, **options)
-    return causal(q, k, v) if options.pop("causal", False) else plain(case.op, q, k, v, c, **options)
+    return causal(q, k, v) if options.get("causal") else plain(op, q, k, v, c, **options)
 
 
 def of_operator(options: dict[str, Any], qkv: Tensor) -> dict[str, Any]:
@@ -169,9 +165,7 @@ def _ours(op: str, options: dict[str, Any]) -> Call:
         return partial(_behind_power, getattr(hla_kernels, op), options)
     if op == "taylor2":
         return lambda qkv, c: packed(qkv, c, q_scale=qkv.shape[-1] ** -0.5)
-    if op == "mhla":
-        return lambda qkv, c: packed(qkv, c, **of_operator(options, qkv))
-    if op == "polynomial":
+    if op in ("mhla", "polynomial"):
         return lambda qkv, c: packed(qkv, c, **of_operator(options, qkv))
     return lambda qkv, c: packed(qkv, **options)
 
@@ -195,19 +189,7 @@ def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eager(op: str, options: dict[str, Any]) -> Call:
-    def call(qkv: Tensor, c: Tensor | None) -> Tensor:
-        q, k, v = _heads(qkv)
-        if op == "mhla":
-            assert c is not None
-            return mixed(q, k, v, c, **options).transpose(1, 2).contiguous()
-        if op == "taylor2":
-            assert c is not None
-            return taylor(q, k, v, c).transpose(1, 2).contiguous()
-        if op == "multipole":
-            return multipole(q, k, v, **options).transpose(1, 2).contiguous()
-        return plain(op, q, k, v, c, **options).transpose(1, 2).contiguous()
-
-    return call
+    return lambda qkv, c: formula(op, options, *_heads(qkv), c).transpose(1, 2).contiguous()
 
 
 def _compiled(op: str, options: dict[str, Any]) -> Call:

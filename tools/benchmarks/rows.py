@@ -3,7 +3,6 @@
 import datetime
 import json
 import math
-import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from zoo.io import result_file
+from zoo.errors import unknown_name
+from zoo.io import result_file, write_text
 
 KERNEL_KEY = ("op", "impl", "shape", "options", "pass")
 MODEL_KEY = ("model", "size", "mode", "weights", "mixer", "compiled")
@@ -57,6 +57,19 @@ def arm(words: str) -> tuple[str, dict[str, Any]]:
         else:
             raise ValueError(f"expected a mixer and its options, such as 'mhla mixing=project', got {words!r}")
     return mixer, found
+
+
+def check_names(settings: Any, **allowed: Iterable[str]) -> None:
+    """Raise ValueError for a name in a list of `settings` that is not allowed: shapes=SHAPES, in the plural."""
+    for key, names in allowed.items():
+        for name in getattr(settings, key):
+            if name not in names:
+                raise unknown_name(key.removesuffix("s"), name, names)
+
+
+def reason(error: Exception) -> dict[str, str]:
+    """Return the row of a failure."""
+    return {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
 def key_of(row: Row, names: tuple[str, ...]) -> str:
@@ -118,13 +131,10 @@ def _covers(row: Row, old: Row, names: tuple[str, ...]) -> bool:
 
 def write_atomic(content: Any, file: Path) -> None:
     """Write JSON atomically, one row per line for readable diffs. Raises ValueError for numbers that are not finite."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     lists = {name: value for name, value in content.items() if name in ("rows", "failed")}
     others = {name: value for name, value in content.items() if name not in lists}
     head = json.dumps(others, indent=1, allow_nan=False)[:-2]
     for name, rows in lists.items():
         lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in rows)
         head += f',\n "{name}": [\n{lines}\n ]' if rows else f',\n "{name}": []'
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(head + "\n}\n")
-    os.replace(temporary, file)
+    write_text(head + "\n}\n", file)

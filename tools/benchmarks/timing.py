@@ -54,6 +54,15 @@ def measure(calls: Calls) -> Timing:
     return Timing(statistics.median(times) / n, "graph", estimate)
 
 
+def timed_row(calls: Calls) -> dict[str, Any]:
+    """Run each call once, and return its device time, timer and peak memory as keys of a row."""
+    for each in calls:
+        each()
+    peak, timing = peak_mib(calls[0]), measure(calls)
+    times = {"us": round(timing.us, 2), "timer": timing.timer, "peak_mib": round(peak, 1)}
+    return times | {"launched_us": round(timing.launched_us, 2)}
+
+
 def peak_mib(call: Callable[[], Any]) -> float:
     """Return the peak memory in MiB of a call beyond what was allocated before."""
     torch.cuda.synchronize()

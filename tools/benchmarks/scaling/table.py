@@ -28,11 +28,12 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks import rows
-from benchmarks.operators import need_gpu, package_versions
+from benchmarks.operators import need_gpu
 from benchmarks.profile import Traffic
 from benchmarks.scaling.data_parallel import BACKENDS, DATA_MODELS, data_step
+from zoo.config import one_of
 from zoo.diffusion.loading import compile_blocks
-from zoo.errors import unknown_name
+from zoo.io import package_versions
 from zoo.models.convert import swap
 from zoo.ranges import check_ranges
 
@@ -81,14 +82,9 @@ class ScalingSettings:
     picture: str = "docs/pictures/scaling-h100.png"
 
     def __post_init__(self) -> None:
-        mixers = zoo.mixers.MIXERS
-        allowed = {"methods": (*METHODS[:2], *mixers), "modes": MODES, "models": DATA_MODELS, "backends": BACKENDS}
-        for key, names in allowed.items():
-            for name in getattr(self, key):
-                if name not in names:
-                    raise unknown_name(key.removesuffix("s"), name, names)
-        if self.mixer not in mixers:
-            raise unknown_name("mixer", self.mixer, mixers)
+        methods = (*METHODS[:2], *zoo.MIXERS)
+        rows.check_names(self, methods=methods, modes=MODES, models=DATA_MODELS, backends=BACKENDS)
+        one_of("mixer", self.mixer, tuple(zoo.MIXERS))
         if wrong := set(self.sizes) - SIZES.keys():
             raise ValueError(f"sizes must be among {sorted(SIZES)}, got {min(wrong)}")
         check_ranges("", self, gpus="[1, inf)", layers="[1, inf)", samples="[0, inf)", steps="[1, inf)")
@@ -157,7 +153,7 @@ def _tried(measure: Callable[[dict[str, Any]], dict[str, Any]], head: dict[str, 
     try:
         return head | measure(head)
     except Exception as error:
-        return head | {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        return head | rows.reason(error)
 
 
 def _free() -> None:
