@@ -9,6 +9,7 @@ For several processes, start the command with `accelerate launch -m zoo.cli fid`
 next to the samples, with everything that they depend on. Compare two scores only if these metadata agree.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from zoo import config
 from zoo.eval.fid.evaluate import reference_statistics, score
 from zoo.eval.fid.extractors import open_extractor
 from zoo.eval.fid.features import processes
-from zoo.eval.fid.settings import FidSettings, with_device
+from zoo.eval.fid.settings import FidSettings
 from zoo.eval.fid.statistics import holds_statistics
 from zoo.io import write_json
 
@@ -29,7 +30,7 @@ def main(words: list[str]) -> dict[str, Any]:
         return {}
     settings = config.from_command_line(FidSettings, words)
     state = processes()
-    options = with_device(settings.fid, state.device)
+    options = replace(settings.fid, device=settings.fid.device or str(state.device))
     if not options.reference or not (options.samples or options.save):
         raise ValueError(
             "say what to compare: fid.samples=IMAGES fid.reference=IMAGES_OR_STATISTICS (or fid.save=FILE)"

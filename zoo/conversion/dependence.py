@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zoo.conversion.hooks import Inputs, forward, record_mixer_calls
 from zoo.models.checkpoint_tags import sites_of
+from zoo.precision import evaluating
 
 BFLOAT16_EPS = 2.0**-8  # relative rounding error
 
@@ -33,10 +34,8 @@ def token_shares(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 
     Norm, gains, gate and convolutions of the mixers are included, as are softmax layers.
     """
-    training = model.training
-    with record_mixer_calls(dict(sites_of(model))) as calls:
-        forward(model.eval(), inputs)
-    model.train(training)
+    with evaluating(model), record_mixer_calls(dict(sites_of(model))) as calls:
+        forward(model, inputs)
     return {name: token_share(call.output, call.arguments[3].key_padding_mask) for name, call in calls.items()}
 
 

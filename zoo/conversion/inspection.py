@@ -11,6 +11,7 @@ from zoo.conversion.dependence import token_shares
 from zoo.conversion.hooks import Inputs, forward, record_modules
 from zoo.models.convert import backbone_of, swap
 from zoo.models.layer_selection import Keep, Layers, choose, plain_layers
+from zoo.precision import evaluating
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,7 @@ def inspect(
 
 def _sizes(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, tuple[int, int]]:
     """Return (batch, tokens) of each layer in one forward pass; in joint attention, the image tokens."""
-    training = model.training
-    try:
-        with record_modules({name: model.get_submodule(name) for name in names}) as calls:
-            forward(model.eval(), inputs)
-    finally:
-        model.train(training)
+    with evaluating(model), record_modules({name: model.get_submodule(name) for name in names}) as calls:
+        forward(model, inputs)
     shapes = {name: call.output.shape for name, call in calls.items()}  # [B, N, C], or [B, C, H, W] in FastViT
     return {name: (shape[0], shape[1] if len(shape) == 3 else shape[2:].numel()) for name, shape in shapes.items()}

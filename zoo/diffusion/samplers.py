@@ -16,6 +16,7 @@ from zoo.config import Tree
 from zoo.diffusion.loading import config_of
 from zoo.io import weights_hash
 from zoo.models.diffusers.families import family_of
+from zoo.precision import evaluating
 
 DISABLED = (  # arguments of pipelines that are set to False, since they change the requested size or the prompts
     "use_resolution_binning",
@@ -113,7 +114,7 @@ class ClassSampler:
         model = self.transformer
         generators = seeded(self.seed, numbers)
         shape = (len(numbers), *self.shape)
-        with _evaluating(model), only_own_noise(type(self.scheduler).__name__, model.device):
+        with evaluating(model), only_own_noise(type(self.scheduler).__name__, model.device):
             x = randn_tensor(shape, generators, model.device, torch.float32)
             labels = torch.tensor(self.labels(numbers), device=model.device)
             x = self._denoise(x, lambda x, t: self._predict(x, t, labels), generators)
@@ -318,16 +319,6 @@ def describe_denoiser(transformer: ModelMixin, scheduler: SchedulerMixin) -> Tre
         "scheduler": type(scheduler).__name__,
         "scheduler_config": config_of(scheduler),
     }
-
-
-@contextmanager
-def _evaluating(model: ModelMixin) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @contextmanager

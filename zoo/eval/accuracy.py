@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.data.batch import Batch
+from zoo.precision import evaluating
 
 TOP = 5
 
@@ -65,15 +66,11 @@ def predict_all(
 ) -> dict[str, Predictions]:
     """Run several models, given by name, as `predict` does, on the same batches, which are read once. An image that is
     repeated counts once. Raises ValueError without batches."""
-    training = {name: model.training for name, model in models.items()}
     parts: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in models}
-    for model in models.values():
-        model.eval()
-    for batch in batches:
-        for name, model in models.items():
-            parts[name].append(_predict_batch(model, batch, autocast))
-    for name, model in models.items():
-        model.train(training[name])
+    with evaluating(*models.values()):
+        for batch in batches:
+            for name, model in models.items():
+                parts[name].append(_predict_batch(model, batch, autocast))
     return {name: _join(found) for name, found in parts.items()}
 
 

@@ -158,9 +158,10 @@ class BlockedMixer(LinearMixer):
             )
 
 
-def block_distances(blocks: Grid) -> Tensor:
-    """Compute the distances between block centres, in blocks, [M, M] float64."""
-    centres = torch.cartesian_prod(*(torch.arange(m, dtype=torch.float64) for m in blocks)).reshape(-1, len(blocks))
+def block_distances(blocks: Grid, dtype: torch.dtype = torch.float64, device: torch.device | None = None) -> Tensor:
+    """Compute the distances between block centres, in blocks, [M, M]."""
+    axes = [torch.arange(m, dtype=dtype, device=device) for m in blocks]
+    centres = torch.cartesian_prod(*axes).reshape(-1, len(blocks))
     return (centres[:, None] - centres[None]).square().sum(-1).sqrt()
 
 
@@ -273,10 +274,7 @@ class BlockMixing(nn.Module):
     def _logits(self, blocks: Grid) -> Tensor:
         """Compute logits [.., M, M], interpolated between the knots; distances are relative to the grid's diagonal."""
         dtype = torch.promote_types(self.knots.dtype, torch.float32)
-        axes = [torch.arange(n, device=self.knots.device, dtype=dtype) for n in blocks]
-        centres = torch.cartesian_prod(*axes).reshape(-1, len(blocks))
-        d = (centres[:, None] - centres[None]).square().sum(-1).sqrt()
-        position = d * ((KNOTS - 1) / grid_diagonal(blocks))
+        position = block_distances(blocks, dtype, self.knots.device) * ((KNOTS - 1) / grid_diagonal(blocks))
         low = position.floor().clamp(max=KNOTS - 2).long()
         fraction = (position - low).to(self.knots.dtype)
         logits = torch.lerp(self.knots[..., low], self.knots[..., low + 1], fraction)

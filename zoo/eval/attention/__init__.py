@@ -6,13 +6,14 @@ with N^2.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from zoo.conversion.hooks import record_mixer_calls
 from zoo.errors import unknown_name
 from zoo.grid import Grid
 from zoo.mixers import Mixer
@@ -51,16 +52,15 @@ def attentions(
     if not any(isinstance(m, Site) for m in model.modules()):
         swap(model, "softmax")
     sites = [m for m in model.modules() if isinstance(m, Site)]
-    wanted = range(len(sites)) if layers is None else layers
+    wanted = dict.fromkeys(range(len(sites)) if layers is None else layers)
     for layer in wanted:
         if not 0 <= layer < len(sites):
             raise unknown_name("attention layer", layer, [str(i) for i in range(len(sites))])
-    with ExitStack() as stack:
-        calls = {layer: stack.enter_context(_recorded(sites[layer].mixer)) for layer in wanted}
+    with record_mixer_calls({str(layer): sites[layer] for layer in wanted}) as calls:
         run()
-    for layer, recorded in calls.items():
+    for layer in wanted:
         site = sites[layer]
-        q, k, v, ctx = recorded[0]
+        q, k, v, ctx = calls[str(layer)].arguments
         ctx = replace(ctx, qkv=None)  # the mixer must read the values passed below
         with _without_last_steps(site.mixer):
             weights, output = _weights(site.mixer, q, k, v, ctx), site.mixer(q, k, v, ctx)[0]
@@ -102,14 +102,3 @@ def _without_last_steps(mixer: Mixer) -> Iterator[None]:
         yield
     finally:
         mixer.norm, mixer.gate = norm, gate
-
-
-@contextmanager
-def _recorded(mixer: nn.Module) -> Iterator[list[tuple]]:
-    """Context with a list of the arguments of every call of `mixer`."""
-    calls: list[tuple] = []
-    handle = mixer.register_forward_pre_hook(lambda _, arguments: calls.append(arguments))
-    try:
-        yield calls
-    finally:
-        handle.remove()

@@ -4,8 +4,8 @@ The Frechet distance is computed here, from moments in float64. Torch-fidelity c
 features.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -70,24 +70,16 @@ def extrapolate(features: Tensor, reference: Gaussian) -> Extrapolation | None:
 def kernel_distance(samples: Tensor, reference: Tensor) -> Scores:
     """Compute the KID of features [N, D]: mean and standard deviation over random subsets of the unbiased MMD^2 with
     the kernel (x.y / D + 1)^3."""
-    fidelity = require_torch_fidelity()
     size = min(KID_SUBSET_SIZE, len(samples), len(reference))
-    found = fidelity.kid(
-        samples.double(),
-        reference.double(),
-        kid_subsets=KID_SUBSETS,
-        kid_subset_size=size,
-        rng_seed=SCORE_SEED,
-        verbose=False,
-    )
+    options = {"kid_subsets": KID_SUBSETS, "kid_subset_size": size, "rng_seed": SCORE_SEED, "verbose": False}
+    found = require_torch_fidelity().kid(samples.double(), reference.double(), **options)
     mean, deviation = (found[f"kernel_inception_distance_{k}"] for k in ("mean", "std"))
     return {"kid": mean, "kid_std": deviation, "subsets": KID_SUBSETS, "subset_size": size}
 
 
 def precision_recall(samples: Tensor, reference: Tensor, batch: int = 1000) -> Scores:
     """Compute improved precision and recall of features [N, D] with 3 nearest neighbours, in [0, 1]."""
-    fidelity = require_torch_fidelity()
-    found = fidelity.prc(
+    found = require_torch_fidelity().prc(
         samples.double(),
         reference.double(),
         prc_neighborhood=NEIGHBOURS,
@@ -107,19 +99,12 @@ def inception_score(logits: Tensor) -> Scores:
     return {"inception_score": mean, "inception_score_std": deviation, "splits": SPLITS}
 
 
-@dataclass(frozen=True)
-class _Functions:
-    kid: Callable[..., Scores]
-    prc: Callable[..., Scores]
-    isc: Callable[..., Scores]
-
-
-def require_torch_fidelity() -> _Functions:
-    """Import the functions of torch-fidelity. Raises ValueError if it is not installed."""
+def require_torch_fidelity() -> SimpleNamespace:
+    """Import the functions `kid`, `prc` and `isc` of torch-fidelity. Raises ValueError if it is not installed."""
     try:
         from torch_fidelity.metric_isc import isc_features_to_metric
         from torch_fidelity.metric_kid import kid_features_to_metric
         from torch_fidelity.metric_prc import prc_features_to_metric
     except ImportError as error:
         raise ValueError("scores need the package torch-fidelity: pip install 'hla-zoo[eval]'") from error
-    return _Functions(kid_features_to_metric, prc_features_to_metric, isc_features_to_metric)
+    return SimpleNamespace(kid=kid_features_to_metric, prc=prc_features_to_metric, isc=isc_features_to_metric)

@@ -1,6 +1,6 @@
 """Settings of a FID evaluation."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from zoo.data.settings import WORKERS
 from zoo.ranges import check_device, check_ranges
@@ -52,8 +52,3 @@ class FidSettings:
 
     fid: FidOptions = field(default_factory=FidOptions)
     out: str = ""
-
-
-def with_device(options: FidOptions, device: object) -> FidOptions:
-    """Fill in `device` where the options name no device."""
-    return replace(options, device=options.device or str(device))

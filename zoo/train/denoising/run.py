@@ -23,6 +23,7 @@ from zoo.diffusion.schedulers import scheduler_to_save
 from zoo.io import write_json
 from zoo.models.digests import digest_header
 from zoo.models.timm.model_files import save_tensors
+from zoo.precision import evaluating
 from zoo.train.denoising import model as models
 from zoo.train.denoising.data import Samples, open_samples
 from zoo.train.denoising.model import ModelRequirements
@@ -245,11 +246,8 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         inputs = ModelInputs(x, timestep, batch.condition, self.spec)
         out = {}
         for prefix, model in self._models().items():
-            training = model.training
-            model.eval()
-            with self.autocast():
+            with evaluating(model), self.autocast():
                 output = call_denoiser(model, *inputs)
-            model.train(training)
             out[prefix] = self.objective.losses(output, x0, noise, t).mse
         return out
 
@@ -277,12 +275,9 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         model = self.ema.module if self.ema else self.model
         noise = fixed_noise(n, self.samples.shape, self.settings.run.seed).to(device)
         condition = self._fixed_conditions(n)
-        training = model.training
-        model.eval()
-        with self.autocast():
+        with evaluating(model), self.autocast():
             scheduler, null = self.objective.scheduler(), self.samples.unconditional
             x = sample(model, self.spec, scheduler, noise, condition, null, settings.steps, settings.guidance)
-        model.train(training)
         return self.samples.to_images(torch.nan_to_num(x))  # a diverging model makes NaN, which cannot be converted
 
     def _fixed_conditions(self, n: int) -> dict[str, Tensor]:
