@@ -3,16 +3,15 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from diffusers import ModelMixin, SchedulerMixin
 from torch import Tensor
 
+from zoo.conversion.hooks import layers_of
 from zoo.diffusion.samplers import denoise
 from zoo.mixers.protocol import Mixer
-from zoo.models.diffusers.families import known_family
 from zoo.models.diffusers.models import HLADiffusionModel, patch_of
 
 States = dict[str, Any]  # states of the operators of one mixer, by name
@@ -29,9 +28,7 @@ class FrameStream:
     """
 
     def __init__(self, model: ModelMixin) -> None:
-        patterns = known_family(model).sites
-        layers = {n: m for n, m in model.named_modules() if any(fnmatchcase(n, pattern) for pattern in patterns)}
-        mixers = {name: getattr(m, "mixer", None) for name, m in layers.items()}
+        mixers = {name: getattr(m, "mixer", None) for name, m in layers_of(model).items()}
         wrong = [name for name, m in mixers.items() if m is None or getattr(m.options, "causal", False) != "frame"]
         if not isinstance(model, HLADiffusionModel) or wrong:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,27 +145,31 @@ class VideoSampler(TextSampler):
         return torch.cat([self._one(number) for number in numbers])  # one by one, since videos are large
 
     def _one(self, number: int) -> Tensor:
-        pipe, (frames, height, width) = self.pipeline, self.pixels
+        frames, height, width = self.pixels
         if self.stream:
             return self._streamed(number)
-        extra: dict[str, object] = dict(self.fixed)
+        extra: dict[str, object] = {}
         if self.images:
             picture = _pixels(self.images[number % len(self.images)])
             first = cover(picture[None], height, width)[:, 0].permute(1, 2, 0).numpy()
             extra["image"] = Image.fromarray(first)
+        found = self._call(number, seeded(self.seed, [number])[0], num_frames=frames, output_type="np", **extra)
+        return to_uint8(torch.from_numpy(np.asarray(found)).permute(0, 4, 1, 2, 3) * 2 - 1)
+
+    def _call(self, number: int, generator: torch.Generator, **options: object) -> Any:
+        """Call the pipeline for one video, or for a chunk of it."""
+        pipe, (_, height, width) = self.pipeline, self.pixels
         with only_own_noise(type(pipe.scheduler).__name__, pipe.device):
-            found = pipe(
+            return pipe(
                 prompt=self.prompts[number % len(self.prompts)],
-                generator=seeded(self.seed, [number])[0],
+                generator=generator,
                 num_inference_steps=self.steps,
                 guidance_scale=self.guidance,
-                num_frames=frames,
                 height=height,
                 width=width,
-                output_type="np",
-                **extra,
+                **self.fixed,
+                **options,
             ).frames
-        return to_uint8(torch.from_numpy(np.asarray(found)).permute(0, 4, 1, 2, 3) * 2 - 1)
 
     def _streamed(self, number: int) -> Tensor:
         """Generate a video chunk by chunk of latent frames and decode it as a whole."""
@@ -178,19 +183,10 @@ class VideoSampler(TextSampler):
         stream, found = FrameStream(transformer), []
         for start in range(0, shape[0], self.chunk):
             x = noise[:, :, start : start + self.chunk]
-            with stream.chunk(start // self.patch[0]), only_own_noise(type(pipe.scheduler).__name__, pipe.device):
-                y = pipe(
-                    prompt=self.prompts[number % len(self.prompts)],
-                    generator=generator,
-                    num_inference_steps=self.steps,
-                    guidance_scale=self.guidance,
-                    num_frames=(x.shape[2] - 1) * time + 1,
-                    height=height,
-                    width=width,
-                    latents=x.flatten(2).mT if packed else x,
-                    output_type="latent",
-                    **self.fixed,
-                ).frames
+            latents = x.flatten(2).mT if packed else x
+            with stream.chunk(start // self.patch[0]):
+                length = (x.shape[2] - 1) * time + 1
+                y = self._call(number, generator, num_frames=length, latents=latents, output_type="latent")
             found.append(y.mT.unflatten(2, x.shape[2:]) if packed else y)
         return to_uint8(decode_latents(pipe.vae, torch.cat(found, 2), *scaling_of(pipe.vae)))
 

@@ -101,7 +101,8 @@ def compare(settings: EvalSettings) -> tuple[list[ResultRow], dict[str, Predicti
     if not settings.eval.models:
         raise ValueError("missing required option eval.models=[RUN_FOLDER_OR_TIMM_NAME, ...]")
     candidates, source = open_candidates(settings)
-    labels = _real_labels(settings.eval.real_labels)
+    which = settings.eval.real_labels
+    labels = load_real_labels(None if which == "timm" else which) if which else []
     if labels:
         image_number(source.name(0), len(labels))  # raises an error for other images, before any model is run
     rows: list[ResultRow] = []
@@ -127,11 +128,6 @@ def evaluate_candidate(candidate: Candidate, source: Source, settings: EvalSetti
     found = predict(candidate.model.to(device), batches, partial(autocast, device.type, options.precision))
     check_unreadable(found.unreadable, len(source))
     return found
-
-
-def _real_labels(which: str) -> list[list[int]]:
-    """Load the reassessed labels named by `eval.real_labels`; an empty name gives an empty list."""
-    return load_real_labels(None if which == "timm" else which) if which else []
 
 
 def _extra(found: dict[str, Predictions], name: str, source: Source, labels: list[list[int]]) -> ResultRow:

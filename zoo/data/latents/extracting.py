@@ -3,9 +3,7 @@
 An interrupted extraction resumes after the last complete shard.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from diffusers import ModelMixin
@@ -34,9 +32,6 @@ from zoo.data.video.clips import Clips, ClipShape
 from zoo.data.video.digits import MovingDigits
 from zoo.progress import progress
 
-if TYPE_CHECKING:
-    import datasets
-
 # (number, image [3, H, W] or clip [3, T, H, W] in [-1, 1], class number or caption)
 Item = tuple[int, Tensor, int | str]
 
@@ -54,7 +49,8 @@ class ImageSamples(Dataset):
         self.classes: list[str] = []
         self.pixels: tuple[int, ...] = (settings.img_size, settings.img_size)
         if settings.text_key:
-            self.rows = _captioned(settings)
+            rows = load_rows(settings.source, settings.where, True)
+            self.rows = undecoded(rows, settings.where, settings.image_key, settings.text_key)
         else:
             train = settings.where != "val"
             self.source = open_source(settings.source, settings.where, train, *keys)
@@ -104,11 +100,6 @@ class VideoSamples(Dataset):
         return number, clip.float() / 127.5 - 1, about
 
 
-def _captioned(settings: ImageSettings) -> "datasets.Dataset":
-    rows = load_rows(settings.source, settings.where, True)
-    return undecoded(rows, settings.where, settings.image_key, settings.text_key)
-
-
 def extract_latents(settings: ExtractSettings) -> Manifest:
     """Start or resume an extraction. Returns the manifest.
 
@@ -131,8 +122,10 @@ def extract_latents(settings: ExtractSettings) -> Manifest:
         null = prompts([""])
         writer.write_null({k: v[0].to(_dtype(encode, v)).cpu() for k, v in null.items()})
     waiting: list[dict[str, Tensor]] = []
-    for batch in progress(_batches(samples, first, encode, images), "encoding", _count(len(samples) - first, encode)):
-        if batch:
+    numbers = list(range(first, len(samples)))
+    parts = [numbers[i : i + encode.batch_size] for i in range(0, len(numbers), encode.batch_size)]
+    for items in progress(Loader(samples, parts, images.workers, list), "encoding"):
+        if batch := [item for item in items if item is not None]:
             waiting.append(_encoded(batch, vae, prompts, encode, device))
         while sum(len(part["index"]) for part in waiting) >= encode.shard:
             waiting = _write(writer, waiting, encode.shard)
@@ -167,22 +160,6 @@ def _plan(settings: ExtractSettings, vae: ModelMixin, samples: ImageSamples | Vi
         step=images.step if clips else 0,
         crop=images.crop,
     )
-
-
-def _batches(
-    samples: ImageSamples | VideoSamples, first: int, encode: EncodeSettings, images: ImageSettings
-) -> Iterator[list[Item]]:
-    numbers = list(range(first, len(samples)))
-    parts = [numbers[i : i + encode.batch_size] for i in range(0, len(numbers), encode.batch_size)]
-    yield from Loader(samples, parts, images.workers, _readable)
-
-
-def _readable(items: list[Item | None]) -> list[Item]:
-    return [item for item in items if item is not None]
-
-
-def _count(n: int, encode: EncodeSettings) -> int:
-    return -(-n // encode.batch_size)
 
 
 def _dtype(encode: EncodeSettings, tensor: Tensor) -> torch.dtype:

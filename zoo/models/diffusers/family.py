@@ -40,11 +40,6 @@ def embeddings_and_mask(pipe: DiffusionPipeline, prompts: list[str], **options: 
     return {"encoder_hidden_states": embeddings, "encoder_attention_mask": mask}
 
 
-def no_arguments(shape: tuple[int, ...], metadata: Metadata) -> dict[str, object]:
-    """Return no arguments, for families whose forward pass needs no additional ones."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Family of diffusion transformers.
@@ -89,7 +84,7 @@ class Family:
     classes: str = ""
     class_tokens: bool = False
     time_factor: str = ""
-    arguments: Callable[[tuple[int, ...], Metadata], dict[str, object]] = no_arguments
+    arguments: Callable[[tuple[int, ...], Metadata], dict[str, object]] = lambda shape, metadata: {}
     initialise: Callable[[nn.Module], None] | None = None
     pipelines: tuple[str, ...] = ()
     first_frame: str = ""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from diffusers import DiffusionPipeline, LTXVideoTransformer3DModel, ModelMixin
+from diffusers import LTXVideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx import LTXAttention
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from zoo.grid import Grid
 from zoo.mixers import Context
 from zoo.mixers.context import Rotation
 from zoo.models.diffusers.attention import DiffusionSite, rotate_pairs
-from zoo.models.diffusers.family import Family, Metadata, Scaling, VideoVae, embeddings_and_mask
+from zoo.models.diffusers.family import Family, Metadata, VideoVae, embeddings_and_mask
 from zoo.models.diffusers.models import HLADiffusionModel
 from zoo.models.timm.attention import split_heads
 
@@ -85,21 +85,6 @@ def rope_arguments(shape: tuple[int, ...], metadata: Metadata) -> dict[str, obje
     return {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": scale}
 
 
-def ltx_units(pipe: DiffusionPipeline) -> tuple[int, int]:
-    """Return the compression factors (in time, in space)."""
-    return pipe.vae_temporal_compression_ratio, pipe.vae_spatial_compression_ratio
-
-
-def ltx_vae_factors(vae: ModelMixin) -> tuple[int, int]:
-    """Return the compression factors (in time, in space)."""
-    return vae.temporal_compression_ratio, vae.spatial_compression_ratio
-
-
-def ltx_vae_scaling(vae: ModelMixin) -> tuple[Scaling, Scaling]:
-    """Return scaling and shift per channel, which are buffers of the VAE."""
-    return (vae.config.scaling_factor / vae.latents_std).tolist(), vae.latents_mean.tolist()
-
-
 LTX = Family(
     name="ltx",
     converted=HLALTXVideoTransformer3DModel,
@@ -112,6 +97,10 @@ LTX = Family(
     arguments=rope_arguments,
     pipelines=("LTXPipeline",),
     encode=embeddings_and_mask,
-    units=ltx_units,
-    vae=VideoVae("AutoencoderKLLTXVideo", ltx_vae_factors, ltx_vae_scaling),
+    units=lambda pipe: (pipe.vae_temporal_compression_ratio, pipe.vae_spatial_compression_ratio),
+    vae=VideoVae(
+        "AutoencoderKLLTXVideo",
+        lambda vae: (vae.temporal_compression_ratio, vae.spatial_compression_ratio),
+        lambda vae: ((vae.config.scaling_factor / vae.latents_std).tolist(), vae.latents_mean.tolist()),
+    ),
 )

@@ -1,7 +1,7 @@
 """Wan 2.1 and 2.2: text- or image-to-video with cross-attention (arXiv 2503.20314)."""
 
 import torch
-from diffusers import DiffusionPipeline, ModelMixin, WanTransformer3DModel
+from diffusers import ModelMixin, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from zoo.mixers import Context, Mixer
 from zoo.mixers.context import Rotation
 from zoo.mixers.layers import TokenRMSNorm, swap_rms_norm
 from zoo.models.diffusers.attention import DiffusionSite
-from zoo.models.diffusers.family import Family, Scaling, VideoVae
+from zoo.models.diffusers.family import Family, VideoVae
 from zoo.models.diffusers.models import HLADiffusionModel
 from zoo.models.timm.attention import split_heads
 
@@ -102,24 +102,9 @@ class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
         return (x[:, :, :1].expand(-1, -1, x.shape[2] + frames * patch, -1, -1),), frames + x.shape[2] // patch
 
 
-def encode_wan(pipe: DiffusionPipeline, prompts: list[str], **options: object) -> dict[str, Tensor]:
-    """Encode prompts as embeddings in which padding is zero."""
-    return {"encoder_hidden_states": pipe.encode_prompt(prompts, **options)[0]}
-
-
-def wan_units(pipe: DiffusionPipeline) -> tuple[int, int]:
-    """Return the compression factors (in time, in space)."""
-    return pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
-
-
 def wan_vae_factors(vae: ModelMixin) -> tuple[int, int]:
     """Return the compression factors (in time, in space); the VAE of Wan 2.2 first packs patches of 2 x 2 pixels."""
     return 2 ** sum(vae.temperal_downsample), 2 ** len(vae.temperal_downsample) * (vae.config.patch_size or 1)
-
-
-def wan_vae_scaling(vae: ModelMixin) -> tuple[Scaling, Scaling]:
-    """Return scaling and shift per channel."""
-    return [1 / s for s in vae.config.latents_std], list(vae.config.latents_mean)
 
 
 WAN = Family(
@@ -134,9 +119,13 @@ WAN = Family(
     class_tokens=True,
     pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     first_frame="WanImageToVideoPipeline",
-    encode=encode_wan,
-    units=wan_units,
+    encode=lambda pipe, prompts, **options: {"encoder_hidden_states": pipe.encode_prompt(prompts, **options)[0]},
+    units=lambda pipe: (pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial),
     fps=16.0,
-    vae=VideoVae("AutoencoderKLWan", wan_vae_factors, wan_vae_scaling),
+    vae=VideoVae(
+        "AutoencoderKLWan",
+        wan_vae_factors,
+        lambda vae: ([1 / s for s in vae.config.latents_std], list(vae.config.latents_mean)),
+    ),
     vae_dtype=torch.float32,  # as published
 )
