@@ -118,10 +118,10 @@ def test_run_with_replaced_timing(monkeypatch, tmp_path):
     )
     todo = [small(case) for case in causal.cases(settings)]
     for name, new in {
-        "need_gpu": lambda what: None, "copy_rate": lambda: 4e12, "cases": lambda s: todo,
-        "make": partial(causal.make, device="cpu"),
+        "need_gpu": lambda what: None, "cases": lambda s: todo, "make": partial(causal.make, device="cpu"),
     }.items():  # fmt: skip
         monkeypatch.setattr(causal, name, new)
+    monkeypatch.setattr("benchmarks.adaptive.copy_rate", lambda: 4e12)
     monkeypatch.setattr("benchmarks.timing.peak_mib", lambda call: 1.0)
     monkeypatch.setattr("benchmarks.timing.measure", lambda calls: Timing(500.0, "graph", 600.0))
     content = causal.run(settings, "command")

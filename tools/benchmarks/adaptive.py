@@ -7,7 +7,7 @@ they are timed one by one on the idle GPU.
 import functools
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,17 +131,24 @@ def cases(s: AdaptiveSettings) -> list[Case]:
 def run(settings: AdaptiveSettings, command: str) -> dict[str, Any]:
     """Measure the selection and return the whole file. Raises ValueError without a GPU."""
     need_gpu("adaptive")
-    file = Path(settings.json)
-    content = rows.start(file, command, package_versions("triton"))
-    rate = round(copy_rate() / 1e12, 3)
-    todo, context = cases(settings), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(settings.workers, mp_context=context, max_tasks_per_child=1) as pool:
-        checked = check_all(todo, pool, "ours", errors)
+    content = rows.start(Path(settings.json), command, package_versions("triton"))
+    return run_cases(cases(settings), content, settings, "ours", errors, measured, tasks=1)
+
+
+def run_cases(
+    todo: Sequence[Any], content: dict[str, Any], settings: Any, impl: str, check: Callable[[Any], dict[str, float]],
+    measured: Callable[[Any, str], dict[str, Any]], tasks: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Check the cases of an implementation in processes of at most `tasks` cases, time all cases one by one, and return
+    the content of the result file with their rows."""
+    rate, spawn = round(copy_rate() / 1e12, 3), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(settings.workers, spawn, max_tasks_per_child=tasks) as pool:
+        checked = check_all(todo, pool, impl, check)
     for case, found in zip(todo, checked, strict=True):
-        for which, values in timed(case, found):
-            values["copy_tb_s"] = rate
-            print(case.shape, case.impl, case.options, which, values, flush=True)
-            rows.add(content, case.row(which) | values, rows.KERNEL_KEY, file)
+        for which in case.passes:
+            row = case.row(which) | timed(case, which, found, measured) | {"copy_tb_s": rate}
+            print(*row.values(), flush=True)
+            rows.add(content, row, rows.KERNEL_KEY, Path(settings.json))
     return content
 
 
@@ -183,24 +190,22 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
 
 
-def timed(case: Case, checked: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return device time, timer and peak memory by pass, or a `reason`.
-
-    For ours also the error and the time per kernel.
-    """
+def timed(
+    case: Any, which: str, checked: dict[str, Any], measured: Callable[[Any, str], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the measured values of a pass, and its error if it was checked; or a `reason`."""
     if "reason" in checked:
-        yield from ((which, dict(checked)) for which in case.passes)
-        return
-    for which in case.passes:
-        try:
-            yield which, measured(case, which) | ({"rel_err": checked[which]} if checked else {})
-            torch.cuda.empty_cache()
-        except Exception as error:  # as in check_all
-            yield which, rows.reason(error)
+        return dict(checked)
+    try:
+        return measured(case, which) | ({"rel_err": checked[which]} if which in checked else {})
+    except Exception as error:  # as in check_all
+        return rows.reason(error)
+    finally:
+        torch.cuda.empty_cache()
 
 
 def measured(case: Case, which: str) -> dict[str, Any]:
-    """Return the values of a row."""
+    """Return device time, timer and peak memory of a pass, and for ours the time per kernel."""
     call, sets = make(case), [inputs(SHAPES[case.shape], seed) for seed in range(SETS)]
     calls = [functools.partial(one_pass, call, x, which) for x in sets]
     return timed_row(calls) | ({"kernels_us": kernel_times(calls[0])} if case.impl == "ours" else {})
@@ -236,9 +241,14 @@ def errors(case: Case) -> dict[str, float]:
         for which in case.passes:
             both = [flat(result) for result in (found[which], one_pass(reference, one, which))]
             for a, b in zip(*both, strict=True):
-                a = a[i : i + 1, :, j : j + 1].double()
-                worst[which] = max(worst[which], float(f"{float((a - b).norm() / b.norm()):.3g}"))
+                a = a[i : i + 1, :, j : j + 1]
+                worst[which] = max(worst[which], relative(a, b))
     return worst
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    """Return the relative L2 error."""
+    return float(f"{float((found.double() - truth).norm() / truth.norm()):.3g}")
 
 
 def flat(result: Any) -> list[Tensor]:

@@ -6,9 +6,7 @@ idle GPU, on several input sets in rotation, so that inputs are never in cache.
 
 import importlib
 import math
-import multiprocessing
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hla_kernels
 from benchmarks import rows
-from benchmarks.adaptive import check_all
+from benchmarks.adaptive import relative, run_cases
 from benchmarks.operators import need_gpu
-from benchmarks.timing import copy_rate, timed_row
+from benchmarks.timing import timed_row
 from hla_kernels import delta_rules as rules
 from zoo.io import markdown_table, package_versions
 from zoo.ranges import check_ranges
@@ -152,18 +150,8 @@ def _cases(group: str, impl: str, shapes: list[Sizes]) -> list[Case]:
 def run(settings: CausalSettings, command: str) -> dict[str, Any]:
     """Measure the selection and return the whole file. Raises ValueError without a GPU."""
     need_gpu("causal")
-    file = Path(settings.json)
-    content = rows.start(file, command, package_versions("triton", "fla-core"))
-    rate = round(copy_rate() / 1e12, 3)
-    todo, context = cases(settings), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(settings.workers, mp_context=context) as pool:
-        checked = check_all(todo, pool, "triton", errors)
-    for case, found in zip(todo, checked, strict=True):
-        for which in case.passes:
-            values = timed(case, which, found) | {"copy_tb_s": rate}
-            print(case.group, case.op, case.impl, case.sizes, which, values, flush=True)
-            rows.add(content, case.row(which) | values, rows.KERNEL_KEY, file)
-    return content
+    content = rows.start(Path(settings.json), command, package_versions("triton", "fla-core"))
+    return run_cases(cases(settings), content, settings, "triton", errors, measured)
 
 
 def inputs(case: Case, seed: int, device: str = "cuda") -> Inputs:
@@ -263,22 +251,9 @@ def of_head(x: Tensor, i: int, j: int) -> Tensor:
     return x if x.dim() == 2 else x[j : j + 1] if x.dim() == 1 else x[i : i + 1, :, j : j + 1]
 
 
-def relative(found: Tensor, truth: Tensor) -> float:
-    """Return the relative L2 error."""
-    return float(f"{float((found.double() - truth).norm() / truth.norm()):.3g}")
-
-
-def timed(case: Case, which: str, checked: dict[str, Any]) -> dict[str, Any]:
-    """Return device time, timer and peak memory, and the error of Triton; or a `reason`."""
-    if "reason" in checked:
-        return dict(checked)
-    try:
-        values = timed_row([make(case, seed)[which] for seed in range(SETS)])
-    except Exception as error:  # as in check_all
-        return rows.reason(error)
-    finally:
-        torch.cuda.empty_cache()
-    return values | ({"rel_err": checked[which]} if which in checked else {})
+def measured(case: Case, which: str) -> dict[str, Any]:
+    """Return device time, timer and peak memory of a pass."""
+    return timed_row([make(case, seed)[which] for seed in range(SETS)])
 
 
 def text(result: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from zoo.eval.attention.plots import mark_token
 from zoo.plotting import COLORS, legend_below, plain_axes, pyplot, save_figure
 
 
@@ -70,15 +71,6 @@ def _attention(figure: Any, panels: list[Panel], image: np.ndarray, query: tuple
     for place, (title, picture) in zip(axes, {"image and query token": image, **maps}.items(), strict=True):
         place.imshow(picture, cmap="gray" if picture is image else "magma")
         place.set_title(title, fontsize=8)
-        row, column = ((q + 0.5) * s / g - 0.5 for q, s, g in zip(query, picture.shape, grid, strict=True))
-        place.plot(
-            column,
-            row,
-            marker="s",
-            markersize=6,
-            markerfacecolor="none",
-            markeredgecolor="#4cc9f0",
-            markeredgewidth=1.6,
-        )
+        mark_token(place, query, grid, picture.shape)
         place.set_axis_off()
     figure.suptitle("Attention of one head for one query token, before (softmax) and after conversion", fontsize=11)

@@ -56,18 +56,19 @@ def draw_maps(maps: list[Maps], title: str, file: Path) -> None:
     for line, query in zip(axes, queries, strict=True):
         line[0].imshow(maps[0].image, cmap="gray")
         line[0].set_title(f"query {query[0]}:{query[1]}", fontsize=8)
-        _mark(line[0], query, maps[0].rows[query].shape, np.asarray(maps[0].image).shape)
+        mark_token(line[0], query, maps[0].rows[query].shape, np.asarray(maps[0].image).shape)
         for place, found in zip(line[1:], maps, strict=True):
             place.imshow(found.rows[query], cmap="magma")
             place.set_title(f"layer {found.layer}, {found.mixer}", fontsize=8)
-            _mark(place, query, found.rows[query].shape, found.rows[query].shape)
+            mark_token(place, query, found.rows[query].shape, found.rows[query].shape)
     for place in axes.flat:
         place.set_axis_off()
     figure.suptitle(f"{title}: weights of each query token, mean over heads; each map has its own scale", fontsize=10)
     save_figure(figure, file, dpi=120)
 
 
-def _mark(axes: Axes, query: tuple[int, int], grid: tuple[int, ...], pixels: tuple[int, ...]) -> None:
+def mark_token(axes: Axes, query: tuple[float, float], grid: tuple[int, ...], pixels: tuple[int, ...]) -> None:
+    """Mark a query token (row, column) of a grid in an image of these pixels."""
     row, column = ((q + 0.5) * s / g - 0.5 for q, s, g in zip(query, pixels, grid, strict=False))
     edge = "#4cc9f0"
     axes.plot(column, row, marker="s", markersize=6, markerfacecolor="none", markeredgecolor=edge, markeredgewidth=1.4)
