@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.mixers import Context, LinearMixer, Mixer
-from zoo.mixers.layers import Power, mean_value
+from zoo.mixers.layers import HeadGains, Power, mean_value
 from zoo.mixers.poly import Polynomial
 from zoo.mixers.taylor2 import Taylor2
 
@@ -38,17 +38,17 @@ def terms_of(mixer: Mixer, name: str) -> Terms:
     """Return the terms of a mixer, including LePE terms. Raises ValueError for a mixer without gains."""
     if not isinstance(mixer, LinearMixer) or mixer.gains is None:
         raise ValueError(f"calibration needs the gains of each head, but {name} has none: convert with gains=True")
-    terms = _global_terms(mixer)
+    terms = _global_terms(mixer, mixer.gains)
     return terms if mixer.lepe is None else LocalTerms(terms, mixer)
 
 
-def _global_terms(mixer: LinearMixer) -> Terms:
+def _global_terms(mixer: LinearMixer, gains: HeadGains) -> Terms:
     opt = mixer.options
     if isinstance(mixer, Taylor2) and not opt.post_norm:
-        return TaylorTerms(mixer)
+        return TaylorTerms(mixer, gains)
     if isinstance(mixer, Polynomial) and not opt.post_norm and not opt.normalize:
-        return OrderTerms(mixer)
-    return OutputTerms(mixer)
+        return OrderTerms(mixer, gains)
+    return OutputTerms(mixer, gains)
 
 
 def _mean(tokens: MixerInput) -> Tensor:
@@ -81,31 +81,28 @@ def _try_map(mixer: LinearMixer, trial: float) -> float | Tensor:
 class OutputTerms:
     """Terms of a general mixer: its output and the mean value, for each exponent or temperature."""
 
-    def __init__(self, mixer: LinearMixer) -> None:
-        self.mixer = mixer
+    def __init__(self, mixer: LinearMixer, gains: HeadGains) -> None:
+        self.mixer, self.gains = mixer, gains
         self.trials = _map_trials(mixer)
 
     def columns(self, trial: float, tokens: MixerInput) -> Tensor:
-        assert self.mixer.gains is not None
-        self.mixer.gains.set(1.0, 0.0, _try_map(self.mixer, trial))
+        self.gains.set(1.0, 0.0, _try_map(self.mixer, trial))
         return torch.stack([self.mixer(*tokens).float(), _mean(tokens).float()])
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
-        assert self.mixer.gains is not None
-        self.mixer.gains.set(weights[:, 0], weights[:, -1], _set_map(self.mixer, trials))
+        self.gains.set(weights[:, 0], weights[:, -1], _set_map(self.mixer, trials))
 
 
 class OrderTerms:
     """Terms of `poly`: the four orders and the mean value."""
 
-    def __init__(self, mixer: Polynomial) -> None:
-        self.mixer = mixer
+    def __init__(self, mixer: Polynomial, gains: HeadGains) -> None:
+        self.mixer, self.gains = mixer, gains
         self.trials = _map_trials(mixer)
 
     def columns(self, trial: float, tokens: MixerInput) -> Tensor:
         mixer = self.mixer
-        assert mixer.gains is not None
-        mixer.gains.set(1.0, 0.0, _try_map(mixer, trial))
+        self.gains.set(1.0, 0.0, _try_map(mixer, trial))
         mean, unit = _mean(tokens).float(), torch.eye(4, device=mixer.coefficients.device)
         offset = mean if mixer.options.mean_path else torch.zeros_like(mean)
         orders = []
@@ -115,23 +112,21 @@ class OrderTerms:
         return torch.stack([*orders, mean])
 
     def write(self, trials: Tensor, weights: Tensor) -> None:
-        assert self.mixer.gains is not None
         self.mixer.set_coefficients(weights[:, :4].to(self.mixer.coefficients))
         shift = weights[:, 4] - float(self.mixer.options.mean_path)
-        self.mixer.gains.set(1.0, shift, _set_map(self.mixer, trials))
+        self.gains.set(1.0, shift, _set_map(self.mixer, trials))
 
 
 class TaylorTerms:
     """Terms of `taylor2`: both terms of the expansion, divided by the denominator at the trial c2, and the mean."""
 
-    def __init__(self, mixer: Taylor2) -> None:
-        self.mixer = mixer
+    def __init__(self, mixer: Taylor2, gains: HeadGains) -> None:
+        self.mixer, self.gains = mixer, gains
         self.trials: tuple[float, ...] = SECOND_COEFFICIENTS if mixer.options.normalize else (1.0,)
 
     def columns(self, trial: float, tokens: MixerInput) -> Tensor:
         mixer = self.mixer
-        assert mixer.gains is not None
-        mixer.gains.set(1.0, 0.0)
+        self.gains.set(1.0, 0.0)
         mean, outputs = _mean(tokens).float(), []
         for c1 in (0.0, 1.0):
             mixer.set_coefficients(torch.tensor([c1, trial]).expand_as(mixer.coefficients).to(mixer.coefficients))
@@ -144,7 +139,6 @@ class TaylorTerms:
 
         A w2 near zero is replaced by a small number, which changes the output by at most 0.1 % of its first term.
         """
-        assert self.mixer.gains is not None
         first, second, mean = weights.unbind(1)
         if self.mixer.options.normalize:
             smallest = (1e-3 * first.abs()).clamp(min=1e-6)
@@ -153,7 +147,7 @@ class TaylorTerms:
         else:
             gain, c = torch.ones_like(first), torch.stack([first, second], 1)
         self.mixer.set_coefficients(c.to(self.mixer.coefficients))
-        self.mixer.gains.set(gain, mean - gain)
+        self.gains.set(gain, mean - gain)
 
 
 class LocalTerms:
