@@ -28,7 +28,7 @@ from zoo.models.timm.model_files import (
     timm_classes,
 )
 from zoo.models.timm.patches import patches_as_products
-from zoo.train.distributed import build_device, pad_batches, place
+from zoo.train.distributed import build_device, pad_batches, place, plan_batches
 from zoo.train.dry_run import VALIDATED, DryRun
 from zoo.train.loop import TrainingRun
 from zoo.train.metrics_log import Row
@@ -137,14 +137,7 @@ def set_up(settings: TrainSettings, accelerator: Accelerator) -> Setup:
     device = accelerator.device
     train, val = open_sources(settings.data)
     n_classes = len(train.classes)
-    plan = BatchPlan(
-        n_images=len(train),
-        batch_size=settings.data.batch_size,
-        seed=settings.run.seed,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
-        micro_batches=settings.optim.grad_accum_steps,
-    )
+    plan = plan_batches(settings, accelerator, len(train))
     mixup = create_mixup(settings.augment, n_classes)
     if mixup and plan.micro_batch_size % 2:
         raise ValueError(f"mixup and cutmix need an even number of images per micro-batch, got {plan.micro_batch_size}")

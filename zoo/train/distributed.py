@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zoo.conversion.hooks import layers_of
+from zoo.data.plan import BatchPlan
 from zoo.train.settings import AnySettings
 
 T = TypeVar("T")
@@ -48,6 +49,14 @@ def create_accelerator(settings: AnySettings) -> Accelerator:
     if accelerator.distributed_type == DistributedType.FSDP:
         _check_sharding(settings, accelerator)
     return accelerator
+
+
+def plan_batches(settings: AnySettings, accelerator: Accelerator, n_images: int) -> BatchPlan:
+    """Plan the batches of this process. Raises ValueError as `BatchPlan`."""
+    data, seed, micro_batches = settings.data, settings.run.seed, settings.optim.grad_accum_steps
+    return BatchPlan(
+        n_images, data.batch_size, seed, accelerator.process_index, accelerator.num_processes, micro_batches
+    )
 
 
 def _configure_deepspeed(settings: AnySettings, accelerator: Accelerator) -> None:

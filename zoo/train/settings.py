@@ -2,13 +2,18 @@
 
 import importlib.util
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from zoo.config import Tree, one_of
 from zoo.data.settings import AugmentSettings, DataSettings
 from zoo.mixers.help import check_mixer, mixers_help
 from zoo.precision import PRECISIONS
 from zoo.ranges import POSITIVE, SEED, check_ranges, check_shorter
+
+if TYPE_CHECKING:
+    from zoo.train.denoising.settings import DiffusionSettings
+
+AnySettings: TypeAlias = "TrainSettings | DiffusionSettings"  # of a run of any kind
 
 # Keys that may differ when an interrupted run resumes, since they do not change its result.
 CHANGEABLE = (
@@ -266,35 +271,3 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.run.compile and self.distill.teacher and self.distill.attention:
             raise ValueError("distill.attention reads inside the blocks, which run.compile closes; leave one out")
-
-
-class BatchSettings(Protocol):
-    """The section `data` of all runs."""
-
-    @property
-    def batch_size(self) -> int:
-        """Global batch size per optimizer step."""
-
-
-class AnySettings(Protocol):
-    """The sections that the settings of all runs have."""
-
-    @property
-    def model(self) -> MixerSettings:
-        """The model."""
-
-    @property
-    def data(self) -> BatchSettings:
-        """The data."""
-
-    @property
-    def optim(self) -> OptimSettings:
-        """Optimizer, EMA, order warm-up."""
-
-    @property
-    def run(self) -> RunBasics:
-        """Folder, seed, precision."""
-
-    @property
-    def log(self) -> LogSettings:
-        """Logging."""

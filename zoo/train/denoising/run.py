@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.conversion.distill import AttentionDistillation
-from zoo.data import BatchPlan
 from zoo.data.latents.reading import LABELS, DiffusionBatch
 from zoo.data.plan import seed_everything
 from zoo.data.sources import same_classes
@@ -28,7 +27,7 @@ from zoo.train.denoising import model as models
 from zoo.train.denoising.data import Samples, open_samples
 from zoo.train.denoising.model import ModelRequirements
 from zoo.train.denoising.settings import DenoiserSettings, DiffusionSettings, TeacherSettings
-from zoo.train.distributed import build_device, pad_batches, place
+from zoo.train.distributed import build_device, pad_batches, place, plan_batches
 from zoo.train.dry_run import VALIDATED, DryRun
 from zoo.train.loop import TrainingRun
 from zoo.train.metrics_log import Row
@@ -103,14 +102,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
                 "alone: set sample.every=0, and sample both transformers with `zoo sample`"
             )
         self.objective = create_objective(settings.objective, self.times)
-        self.plan = BatchPlan(
-            n_images=self.samples.n_train,
-            batch_size=data.batch_size,
-            seed=settings.run.seed,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-            micro_batches=settings.optim.grad_accum_steps,
-        )
+        self.plan = plan_batches(settings, accelerator, self.samples.n_train)
         rates, run = settings.schedule, settings.run
         self.last_step, self.rate_steps = rates.steps, 1  # an epoch of the schedule is a step
         limits = {"min_lr": rates.min_lr, "warmup_lr": rates.warmup_lr}
