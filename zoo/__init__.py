@@ -17,7 +17,7 @@ from zoo.mixers import MIXERS
 from zoo.models.convert import convert, revert
 from zoo.models.timm import converted, deit, vision_transformer, vlt
 from zoo.models.timm.layer import Attention
-from zoo.models.timm.model_files import holds_weights, load_model, save_model
+from zoo.models.timm.model_files import check_output_folder, holds_weights, load_model, save_model
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -25,18 +25,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["MIXERS", "Attention", "__version__", "convert", "load", "revert", "save"]
 __all__ += ["converted", "deit", "vision_transformer", "vlt"]  # modules that register names with timm
+PIPELINE = "model_index.json"  # in each pipeline folder of diffusers
 
 
 def save(model: Any, folder: str | Path) -> None:
     """Write a model or pipeline, with a model card, as a folder that `load` and its own library open.
 
     model: a timm model (written by timm's `save_for_hf`) or a model or pipeline of diffusers (`save_pretrained`),
-    converted or not. Raises ValueError for a timm model that was not made by `timm.create_model`: it has no name.
+    converted or not. Raises ValueError for a timm model that was not made by `timm.create_model` (it has no name), and
+    for a folder with a run or with another kind of model, which `load` would open instead.
     """
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
+    folder, by_timm = Path(folder), not hasattr(model, "save_pretrained")
+    check_output_folder("", folder)
+    other = _is_of_diffusers(folder) if by_timm else holds_weights(folder)
+    if other or (isinstance(model, nn.Module) and (folder / PIPELINE).exists()):
+        raise ValueError(f"{folder} holds another kind of model: choose another folder")
+    if by_timm:
+        save_model(model, folder)
     else:
-        save_model(model, Path(folder))
+        model.save_pretrained(folder)
 
 
 def load(path: str | Path) -> "nn.Module | DiffusionPipeline":
@@ -46,14 +53,19 @@ def load(path: str | Path) -> "nn.Module | DiffusionPipeline":
     timm's `save_for_hf` or diffusers' `save_pretrained` (for a pipeline folder, the pipeline is returned). Raises
     ValueError for anything else.
     """
-    if any((Path(path) / name).exists() for name in ("model_index.json", "transformer", "transformer_ema")) or (
-        (Path(path) / "config.json").is_file() and not holds_weights(path)
-    ):
+    if _is_of_diffusers(Path(path)):
         from zoo.models.diffusers.convert_folder import load_folder
 
         loaded = load_folder(str(path))
         return loaded.eval() if isinstance(loaded, nn.Module) else loaded
     return load_model(path)[0].eval()
+
+
+def _is_of_diffusers(folder: Path) -> bool:
+    """Whether `folder` holds a pipeline, a transformer or a run of diffusers."""
+    return any((folder / name).exists() for name in (PIPELINE, "transformer", "transformer_ema")) or (
+        (folder / "config.json").is_file() and not holds_weights(folder)
+    )
 
 
 def __getattr__(name: str) -> Any:

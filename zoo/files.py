@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)")
 EARLIER_LEFT = re.compile(r"\.(?P<name>.+)-[a-z0-9_]{8}")  # names of temporary folders in earlier versions
 LOCK = ".lock"
+RUN_CONFIG = "config.yaml"  # in each run folder
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems that have no locks
 
 
@@ -38,7 +39,7 @@ def replacing(file: Path) -> Iterator[Path]:
 def is_missing_run(path: str | Path) -> bool:
     """Whether `path` does not exist and is no name on the hub, since it is in `runs` or in a folder that holds runs."""
     path = Path(path)
-    return not path.exists() and (path.parts[:1] == ("runs",) or any(path.parent.glob("*/config.yaml")))
+    return not path.exists() and (path.parts[:1] == ("runs",) or any(path.parent.glob(f"*/{RUN_CONFIG}")))
 
 
 @contextlib.contextmanager

@@ -182,6 +182,8 @@ def test_convert_a_run_keeps_its_weights_and_input(tmp_path, capsys):
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "la"))
     assert all(torch.equal(after[k], before[k]) for k in before)
     assert load_model(tmp_path / "la")[1].input == load_model(tmp_path / "run")[1].input
+    with pytest.raises(ValueError, match="holds a run, whose weights would be lost"):
+        convert.main(["model.name=deit_tiny_patch16_224", "model.mixer=la", f"out={tmp_path}/run"])
 
 
 def test_timm_scripts_know_our_names(tmp_path):

@@ -70,3 +70,20 @@ def test_a_model_without_a_timm_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"not made by timm\.create_model.*state_dict"):
         zoo.save(VisionTransformer(img_size=32, patch_size=16, embed_dim=24, depth=1, num_heads=2), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_another_kind_of_model_is_refused(tmp_path):
+    """`zoo.load` would open the other one, or neither."""
+    model, transformer, (pipe, _) = tiny("vit_tiny_patch16_224"), converted("dit", "la"), pipeline("dit")
+    for saved, others in ((model, (transformer,)), (transformer, (model,)), (pipe, (model, transformer))):
+        folder = tmp_path / type(saved).__name__
+        zoo.save(saved, folder)
+        before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        for other in others:
+            with pytest.raises(ValueError, match="holds another kind of model: choose another folder"):
+                zoo.save(other, folder)
+        assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    (tmp_path / "config.yaml").touch()
+    for other, folder, reason in ((model, tmp_path, "holds a run"), (pipe, tmp_path / "config.yaml", "is a file")):
+        with pytest.raises(ValueError, match=reason):
+            zoo.save(other, folder)

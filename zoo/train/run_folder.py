@@ -7,6 +7,7 @@ from typing import TypeVar
 from safetensors import SafetensorError, safe_open
 
 from zoo import config
+from zoo.files import RUN_CONFIG as CONFIG
 from zoo.mixers import MIXERS
 from zoo.models.checkpoint_tags import decode_tag
 from zoo.models.stored_options import restored_options
@@ -14,7 +15,6 @@ from zoo.models.timm.model_files import WEIGHTS
 from zoo.train.checkpoint import choose_checkpoint, list_checkpoints
 from zoo.train.settings import CHANGEABLE, AnySettings, MixerSettings
 
-CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 MOST_NAMED = 10  # maximum number of keys in an error message
 M = TypeVar("M", bound=MixerSettings)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zoo.config import from_tree
 from zoo.errors import shortened, unknown_name
-from zoo.files import replacing
+from zoo.files import RUN_CONFIG, replacing
 from zoo.models.checkpoint_tags import sites_of
 from zoo.models.convert import swap
 from zoo.models.digests import check_digest, digest_header
@@ -285,12 +285,14 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def check_output_folder(source: str, folder: Path) -> None:
-    """Raise ValueError if writing to `folder` would overwrite `source` (a folder, file or hub name) or EMA weights."""
-    folder = folder.resolve()
-    if source and Path(source).resolve() in (folder, folder / WEIGHTS):
-        raise ValueError(f"out={folder} is the source, whose softmax weights would be lost: choose another folder")
-    if (folder / EMA_WEIGHTS).is_file():
-        raise ValueError(f"out={folder} holds a run with EMA weights: choose another folder")
+    """Raise ValueError if `folder` is a file, `source` (a folder, file or hub name) or a run, whose weights would be
+    lost."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: choose a folder")
+    if source and Path(source).resolve() in (folder.resolve(), folder.resolve() / WEIGHTS):
+        raise ValueError(f"{folder} is the source, whose softmax weights would be lost: choose another folder")
+    if any((folder / name).is_file() for name in (RUN_CONFIG, EMA_WEIGHTS)):
+        raise ValueError(f"{folder} holds a run, whose weights would be lost: choose another folder")
 
 
 def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:
