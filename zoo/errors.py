@@ -24,11 +24,11 @@ class Unquoted(str):
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return the name to suggest for an unknown `name`, as a list of at most one: the nearest of those that begin with
-    it, else of all."""
+    """Return the name to suggest for an unknown `name`, as a list of at most one: the shortest of those that begin with
+    it, in any case of letters, else the nearest of all."""
     names = list(names)
-    begun = [n for n in names if name and n.startswith(name)]
-    return difflib.get_close_matches(name, begun, n=1, cutoff=0.0) or difflib.get_close_matches(name, names, 1, cutoff)
+    begun = [n for n in names if name and n.lower().startswith(name.lower())]
+    return sorted(begun, key=len)[:1] or difflib.get_close_matches(name, names, 1, cutoff)
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str], meant: Iterable[str] | None = None) -> ValueError:

@@ -114,6 +114,7 @@ def test_a_warning_is_one_line_without_code(capsys, monkeypatch):
 def test_a_beginning_suggests_the_names_that_it_begins():
     names = ["dit/digits", "vit/digits_finetune", "vit/digits_softmax"]
     assert nearest("vit/digit", names) == ["vit/digits_softmax"]
+    assert nearest("VIT/digits_f", names) == ["vit/digits_finetune"]
     assert nearest("vit/digts_softmax", names) == ["vit/digits_softmax"]
     assert nearest("", names) == nearest("zzz", names) == []
 

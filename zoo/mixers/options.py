@@ -201,6 +201,8 @@ class MixerConfig(NamedTuple):
         """
         defaults = mixer_class(name).defaults
         known = [f.name for f in fields(defaults)]
+        if "mixer_options" in given:
+            raise ValueError("pass options of the mixer as keywords, such as lepe=3, without mixer_options=")
         for option in given:
             if option not in known:
                 raise unknown_name(f"{name} option", option, known, nearest(str(option), [*known, *keywords]))

@@ -93,6 +93,12 @@ def test_the_grid_may_change_between_calls():
     assert layer(tokens(count=25)).shape == (2, 25, DIM)
 
 
+@pytest.mark.parametrize("mixer", NEEDY)
+def test_the_grid_may_be_that_of_a_video(mixer):
+    layer = zoo.Attention(DIM, HEADS, mixer=mixer, grid=(2, *GRID), lepe=3)
+    assert layer(tokens(count=32)).shape == (2, 32, DIM)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -101,6 +107,8 @@ def test_the_grid_may_change_between_calls():
         ({"num_heads": 5}, "dim=32 is not divisible by num_heads=5"),
         ({"num_head": 4}, "Did you mean 'num_heads'"),
         ({"attn_drop": 0.1}, "never forms"),
+        ({"grid": 4}, r"grid is a tuple such as \(4, 4\), got 4"),
+        ({"mixer_options": {"lepe": 3}}, "pass options of the mixer as keywords"),
         *(({"mixer": mixer}, "needs the grid") for mixer in NEEDY),
     ],
 )

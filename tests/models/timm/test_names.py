@@ -32,6 +32,8 @@ def test_no_name_claims_weights():
     assert not [n for n in timm.list_pretrained() if n.split(".")[0] in ours]
     with pytest.raises(ValueError, match=r"create_model\('vit_tiny_patch16_224', pretrained=True\); zoo.convert"):
         timm.create_model("vit_ahla_tiny_patch16_224", pretrained=True, img_size=SIZE, **NARROW)
+    with pytest.raises(ValueError, match=r"create_model\('vit_tiny_patch16_224.augreg_in21k', pretrained=True\); zoo"):
+        timm.create_model("vit_ahla_tiny_patch16_224.augreg_in21k", img_size=SIZE, **NARROW)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -94,6 +96,7 @@ def test_importing_again_registers_nothing_twice():
     ("keywords", "message"),
     [
         ({"gate": True}, "gate: pass options of the mixer as mixer_options={'gate': ...}"),
+        ({"mixer_options": ["gate"]}, "mixer_options is a dict"),
         ({"mixer_options": {"gatee": True}}, "unknown ahla option 'gatee'.*Did you mean 'gate'"),
         ({"keep_softmax": [5]}, "keep_softmax lists block indices"),
         ({"use_naflex": True}, "has no NaFlex form"),

@@ -26,9 +26,9 @@ class Attention(AttentionSite):
     loaded. Parameters of the mixer have names with `mixer.`.
 
     mixer: name in `zoo.MIXERS`.
-    grid: (H, W) of the patch tokens in raster order; None if they have no layout. Required by `mhla`, `mhla2` and
-        `multipole`, which choose their blocks for it, and by the options `depthwise`, `lepe` and `cpe`. For inputs of
-        another size, set `attention.grid` before the call.
+    grid: (H, W) or (T, H, W) of the patch tokens in raster order; None if they have no layout. Required by `mhla`,
+        `mhla2` and `multipole`, which choose their blocks for it, and by the options `depthwise`, `lepe` and `cpe`. For
+        inputs of another size, set `attention.grid` before the call.
     prefix: number of tokens before the patches (class and register tokens).
     layer_index: number of the layer in its network, from 0; mixers that scan the grid change direction with it.
     options: further arguments of `timm.layers.Attention` (`qkv_bias`, `qk_norm`, `proj_drop`, ...) and options of the
@@ -50,7 +50,10 @@ class Attention(AttentionSite):
         layer_index: int = 0,
         **options,
     ) -> None:
-        given = {k: v for k, v in options.items() if k not in ARGUMENTS}
+        if isinstance(grid, int):
+            raise ValueError(f"grid is a tuple such as ({grid}, {grid}), got {grid}")
+        dims = {} if grid is None else {"grid_dims": len(grid)}
+        given = {**dims, **{k: v for k, v in options.items() if k not in ARGUMENTS}}
         config = MixerConfig.parse(mixer, given, (*ARGUMENTS, "grid", "prefix", "layer_index"))
         host = {key: value for key, value in options.items() if key in ARGUMENTS}
         if host.get("attn_head_dim") is None and dim % num_heads:

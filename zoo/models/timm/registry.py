@@ -67,6 +67,8 @@ def _entrypoint(base: str, mixer: str, usual: Mapping[str, Any]) -> Callable[...
         own = sorted(set(kwargs) & set(vars(MIXERS[mixer].defaults)))
         if own:
             raise ValueError(f"{', '.join(own)}: pass options of the mixer as mixer_options={{{own[0]!r}: ...}}")
+        if not isinstance(mixer_options, dict | None):
+            raise ValueError(f"mixer_options is a dict such as {{'lepe': 3}}, got {mixer_options!r}")
         options = {**usual, **(mixer_options or {})}
         if is_stored(kwargs):
             saved = (kwargs.get("pretrained_model_args") or {}).get("mixer_options")
@@ -122,10 +124,11 @@ def build_converted(
     try:
         model = create(pretrained, **kwargs)
     except RuntimeError as error:
-        if "No pretrained weights" not in str(error):
+        if not any(words in str(error) for words in ("No pretrained weights", "Invalid pretrained tag")):
             raise
-        mixer = conversions[0]["mixer"]
-        way = f"model = timm.create_model({base!r}, pretrained=True); zoo.convert(model, {mixer!r})"
+        mixer, tag = conversions[0]["mixer"], kwargs.get("pretrained_cfg")
+        source = f"{base}.{tag}" if isinstance(tag, str) else base
+        way = f"model = timm.create_model({source!r}, pretrained=True); zoo.convert(model, {mixer!r})"
         hint = f": convert the base model, {way}" if is_model_pretrained(base) else ", nor of its base model"
         raise ValueError(f"there are no published weights of {name}{hint}") from error
     if not made:
