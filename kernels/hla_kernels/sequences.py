@@ -88,6 +88,13 @@ def real(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.where(mask.unflatten(1, (-1, *[1] * (x.dim() - 2))), 0)
 
 
+def query_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v [B, N, ., .] as [B, H, N, .]: zero at padded tokens, and with key heads repeated."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (real(x, mask).transpose(1, 2) for x in (q, k, v))
+    return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+
 def to_heads(x: Tensor, n_key_heads: int, dtype: torch.dtype) -> Tensor:
     """Return x [B, N, Hk * G, D] as [B, Hk, G, N, D], contiguous, in `dtype`, with one pass over memory."""
     view = x.unflatten(2, (n_key_heads, x.shape[2] // n_key_heads)).permute(0, 2, 3, 1, 4)

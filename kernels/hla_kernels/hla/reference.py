@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options, is_paper
-from ..sequences import real
+from ..sequences import query_heads, real
 
 
 def reference(
@@ -26,11 +26,8 @@ def reference(
     normalize: W v / (W 1 + eps).  mean_path: vbar_t + sum_j W_tj (v_j - vbar_t).
     mask [B, N]: rows and columns of W, A and the averaging weights are zero at padded tokens.
     """
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (real(x, mask) for x in (q, k, v))
+    q, k, v = query_heads(q, k, v, mask)
     q, k = phi(q, options.feature_map), phi(k, options.feature_map)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     past = past_weights(q, options, gamma, mask)
     average = past / past.sum(-1, keepdim=True).clamp(min=1 if mask is not None else 0)
     weights = causal_weights if options.causal else two_sided_weights

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..options import compute_dtype
-from ..sequences import Sequences, real
+from ..sequences import Sequences, query_heads, real
 
 SMALLEST = 0.3  # minimum of denominator / largest exponential, which is >= 0.5, or 0 if no token is real
 
@@ -19,10 +19,7 @@ SMALLEST = 0.3  # minimum of denominator / largest exponential, which is >= 0.5,
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None) -> Tensor:
     """Return o_t = sum_j softmax_j(s q_t.k_j) v_j, s = D^-1/2 by default. q [B, N, H, D] -> [B, N, H, Dv]. The sum
     runs over tokens inside `mask` [B, N]; outputs of other tokens are 0."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (real(x, mask) for x in (q, k, v))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    q, k, v = query_heads(q, k, v, mask)
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

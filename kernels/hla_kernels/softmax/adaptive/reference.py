@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...options import compute_dtype
-from ...sequences import real
+from ...sequences import query_heads, real
 from .call import AdaptiveCall
 from .layout import Field, box_of, distances
 from .routing import PART
@@ -32,7 +32,7 @@ def reference(
     half the variance of s_tj, of a diagonal covariance, to a_tb. far="first" adds to the weight of every token of the
     grid (sum of exp(a_tb) over far tiles / number of tiles) (s_tj - a_tb); this sums to zero.
     """
-    live, (q, k, v) = _live(q, mask), _heads(q, k, v, mask)
+    live, (q, k, v) = _live(q, mask), query_heads(q, k, v, mask)
     q = q * q_scale
     s, member = q @ k.mT, _members(field, field.k_tile, live).to(q.dtype)
     n = member.sum(-2)
@@ -64,7 +64,7 @@ def routing(
 ) -> Tensor:
     """Return the `exact` key tiles with the highest scores per query tile, [B, H, U, T] bool; of equal ones the
     first."""
-    live, (q, k, _) = _live(q, mask), _heads(q, k, k, mask)
+    live, (q, k, _) = _live(q, mask), query_heads(q, k, k, mask)
     q = q * q_scale
     member, own = (_members(field, size, live).to(q.dtype) for size in (field.k_tile, field.q_tile))
     n = member.sum(-2)
@@ -89,13 +89,6 @@ def routing(
 
 def _live(q: Tensor, mask: Tensor | None) -> Tensor:
     return (torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask)[:, None, None]
-
-
-def _heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    q, k, v = (real(x, mask).transpose(1, 2) for x in (q, k, v))
-    return q, k, v
 
 
 def _parts(field: Field, live: Tensor) -> Tensor:
