@@ -97,19 +97,12 @@ class Taylor2(LinearMixer):
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         """Mix (qkv), (q, k, v), or with a rotary embedding (q, k, rotated q, rotated k, v): the last three are used."""
-        opt, c = self.options, self._operator_coefficients()
-        if len(tensors) == 1:
-            return self.operate(
-                tensors[0], coefficients=c, normalize=opt.normalize, q_scale=self.scale, key_padding_mask=mask
-            )
-        q, k, v = tensors[-3:]
-        narrow = None
-        if opt.width is not None:
-            pairs = ((q, self.narrow_q), (k, self.narrow_k))
-            narrow = [torch.einsum("bnhd,hdr->bnhr", t, p.to(t.dtype)) for t, p in pairs]
-        return self.operate(
-            q, k, v, coefficients=c, normalize=opt.normalize, q_scale=self.scale, key_padding_mask=mask, narrow=narrow
-        )
+        tokens, more = tensors[-3:], {}
+        if self.options.width is not None:
+            pairs = zip(tokens, (self.narrow_q, self.narrow_k), strict=False)
+            more["narrow"] = [torch.einsum("bnhd,hdr->bnhr", t, p.to(t.dtype)) for t, p in pairs]
+        options = {"normalize": self.options.normalize, "q_scale": self.scale, "key_padding_mask": mask, **more}
+        return self.operate(*tokens, coefficients=self._operator_coefficients(), **options)
 
     def _operator_coefficients(self) -> Tensor:
         """Return the coefficients c1, c2 [H, 2] of the operator."""
