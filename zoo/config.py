@@ -164,18 +164,10 @@ def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None 
 def _suggestions(key: str, prefix: str, whole: type) -> list[str]:
     """Suggest keys for an unknown one of the section `prefix`: keys of the same name in other sections, or else the
     nearest key of the section."""
-    keys = _all_keys(whole)
+    keys = leaves(whole())
     same = [name for name in keys if name.rpartition(".")[2] == key]
     here = {name.removeprefix(prefix): name for name in keys if name.startswith(prefix)}
     return same or [here[name] for name in nearest(key, here)]
-
-
-def _all_keys(schema: type, prefix: str = "") -> list[str]:
-    keys = []
-    for name, hint in _hints(schema).items():
-        section = dataclasses.is_dataclass(hint)
-        keys += _all_keys(hint, f"{prefix}{name}.") if section else [prefix + name]
-    return keys
 
 
 def to_tree(config: object) -> Tree:
@@ -288,6 +280,8 @@ def _parse_override(schema: type, word: str) -> Tree:
     if not equals or not key:
         raise ValueError(f"expected section.key=value, got {word!r}")
     value = _parse_yaml(text, f"the value of {key} cannot be read") if text else ""
+    if isinstance(value, dict) and (joined := [k for k, v in value.items() if v is None and re.search("[:=]", str(k))]):
+        raise ValueError(f"{word!r}: write {{name: value}} with a space after the colon, got {joined[0]!r}")
     names = key.split(".")
     hints = _hints(schema)
     if names[0] not in hints:
@@ -352,6 +346,8 @@ def from_command_line(schema: type[T], words: list[str]) -> T:
     """Read a configuration from command-line arguments: at most one file, and overrides. Raises ValueError as `load`,
     and for other options and several files."""
     files = [word for word in words if "=" not in word]
+    if cut := [word for word in files if word.endswith(("]", "}"))]:
+        raise ValueError(f"the value before {cut[0]!r} contains spaces: put section.key=value in quotes")
     if options := [word for word in words if word.startswith("-")]:
         near = _suggestions(options[0].lstrip("-").partition("=")[0], "", schema)
         hint = f", such as {near[0]}=VALUE" if near else ""

@@ -72,6 +72,7 @@ def test_help(name, capsys):
     [
         ("train_vit", ["optim.lrr=1"], "error: unknown configuration key 'optim.lrr'; allowed: "),
         ("train_vit", ["a.yaml", "b.yaml"], "error: expected one configuration file"),
+        ("train_vit", ["model.keep_softmax=[0,", "1]"], "error: the value before '1]' contains spaces: put"),
         ("timm_run", ["no/validate.py"], "error: there is no script no/validate.py"),
     ],
 )

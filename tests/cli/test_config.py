@@ -41,6 +41,8 @@ def test_every_shipped_configuration_is_valid_and_says_what_to_expect(path):
         ("optim=1", "expected optim.KEY=VALUE"),
         ("optim.lr", "expected section.key=value"),
         ("optim.lr=[1", "cannot be read"),
+        ("model.mixer_options={lepe:3}", r"write \{name: value\} with a space after the colon, got 'lepe:3'"),
+        ("model.mixer_options={lepe=3}", r"write \{name: value\} with a space after the colon, got 'lepe=3'"),
         ("data.source=zip", "unknown data.source 'zip'; allowed: digits, folder, hf, parquet, webdataset"),
         ("run.precision=bf61", "Did you mean 'bf16'"),
         ("optim.lr=-1", "optim.lr must be a positive number, got -1.0"),
