@@ -21,7 +21,8 @@ def write_report(recipe: RecipeSettings, out: Path, found: dict[str, Content]) -
         lines = LINES[name](content) if name in LINES else []
         if not lines:
             continue
-        if name in FIGURES and FIGURES[name](content, out / f"{name}.png"):
+        if name in FIGURES and (figure := FIGURES[name](content)):
+            save_figure(figure, out / f"{name}.png", dpi=150)
             lines += ["", f"![{name}]({name}.png)"]
         where = f"{content['hardware']}, {content['date']}, torch {content['versions']['torch']}"
         text = "\n".join([f"## {name}", "", *lines, "", f"*{where}*", ""])
@@ -165,16 +166,11 @@ def _figure(width: float, panels: int) -> tuple[Figure, list[Axes]]:
     return figure, list(axes[0])
 
 
-def _finish(figure: Figure, file: Path) -> bool:
-    save_figure(figure, file, dpi=150)
-    return True
-
-
-def draw_inspect(content: Content, file: Path) -> bool:
+def draw_inspect(content: Content) -> Figure | None:
     """Plot predicted times over the number of tokens."""
     row = next((r for r in content["rows"] if r["softmax_us"] is not None and not r["reason"]), None)
     if row is None:
-        return False
+        return None
     figure, (place,) = _figure(5, 1)
     tokens = [64 * 2**i for i in range(10)]
     found = [predict_times(row["after"], {}, 1, row["heads"], n, row["width"]) for n in tokens]
@@ -184,10 +180,10 @@ def draw_inspect(content: Content, file: Path) -> bool:
     place.axvline(row["tokens"], color="gray", linestyle=":", label="this model")
     place.set(xlabel="tokens", ylabel="predicted time per layer and sample (us)")
     legend_below(place, 3)
-    return _finish(figure, file)
+    return figure
 
 
-def draw_calibrate(content: Content, file: Path) -> bool:
+def draw_calibrate(content: Content) -> Figure:
     """Plot R2 and sensitivity per layer, and for each choice of softmax layers, its distance over its time."""
     figure, (left, middle, right) = _figure(12, 3)
     rows, choices = content["rows"], content["choices"]
@@ -206,22 +202,22 @@ def draw_calibrate(content: Content, file: Path) -> bool:
         right.annotate(str(len(c["kept"])), (c["attention_ms"], c["distance"]), fontsize=8)
     right.set(xlabel="time in attention layers (ms)", ylabel=DISTANCE, title="Number of softmax layers kept")
     legend_below(right, 1)
-    return _finish(figure, file)
+    return figure
 
 
-def draw_transfer(content: Content, file: Path) -> bool:
+def draw_transfer(content: Content) -> Figure | None:
     """Plot the distance of each layer over the steps."""
     if not content["rows"]:
-        return False
+        return None
     figure, (place,) = _figure(5, 1)
     for row in content["rows"]:
         place.semilogy(content["steps"], row["distance"], label=row["layer"])
     place.set(xlabel="step", ylabel="relative squared error of attention outputs")
     place.legend(frameon=False, fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _finish(figure, file)
+    return figure
 
 
-def draw_evaluate(content: Content, file: Path) -> bool:
+def draw_evaluate(content: Content) -> Figure:
     """Plot the metric of all models."""
     figure, (place,) = _figure(7, 1)
     rows = content["rows"]
@@ -229,7 +225,7 @@ def draw_evaluate(content: Content, file: Path) -> bool:
     place.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
     place.invert_yaxis()
     place.set(xlabel=content["metric"])
-    return _finish(figure, file)
+    return figure
 
 
 FIGURES = {

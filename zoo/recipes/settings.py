@@ -1,6 +1,6 @@
 """Settings of a conversion recipe."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from zoo.config import Tree, load, one_of
 from zoo.errors import unknown_name
@@ -90,5 +90,4 @@ def from_words(words: list[str]) -> RecipeSettings:
         if "." not in word.partition("=")[0]:
             raise unknown_name("key of a recipe", word.partition("=")[0], own)
     found = load(RecipeSettings, files[0] if files else None, mine)
-    tree: Tree = {f.name: getattr(found, f.name) for f in fields(found)}
-    return RecipeSettings(**{**tree, "changes": [*found.changes, *others]})
+    return replace(found, changes=[*found.changes, *others])

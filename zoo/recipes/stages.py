@@ -114,11 +114,11 @@ def calibrate_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) 
     ranked = [blocks[name] for name in by_distance(alone)]
     if auto:
         keep = sorted(set(ranked[:auto]))
-        student = _convert_keeping(kind, student, keep)
+        calibrated, student = student.state_dict(), kind.convert(keep)
+        student.load_state_dict({k: calibrated[k] for k in student.state_dict()})
     kind.save(student, keep, out / "calibrated")
     by_name, shares = {row.layer: row for row in alone}, _shares(student, inputs[0])
-    each = [{**asdict(row), **{k: v for k, v in vars(by_name[row.layer]).items() if k != "layer"}} for row in rows]
-    each = [{**row, "token_share": shares.get(row["layer"])} for row in each]
+    each = [{**asdict(row), **vars(by_name[row.layer]), "token_share": shares.get(row.layer)} for row in rows]
     front = {tuple(c.kept) for c in pareto(tried)}
     table = [{**asdict(c), "pareto": tuple(c.kept) in front} for c in tried]
     content: Content = {"rows": each, "choices": table, "keep_softmax": keep, "suggested": ranked[:2]}
@@ -135,14 +135,6 @@ def _shares(student: nn.Module, batch: Inputs) -> dict[str, float]:
     found = {name: share for name, share in token_shares(student, batch).items() if name in layers}
     warn_of_mean_pooling(found, {name: layer.mixer_name for name, layer in layers.items()})
     return {name: float(share.mean()) for name, share in found.items()}
-
-
-def _convert_keeping(kind: ConversionTask, student: nn.Module, keep: list[int]) -> nn.Module:
-    """Convert again with softmax in the blocks `keep`, and load the calibrated weights of `student`."""
-    model = kind.convert(keep)
-    weights = student.state_dict()
-    model.load_state_dict({k: weights[k] for k in model.state_dict()})
-    return model
 
 
 def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -> Content:
@@ -165,7 +157,7 @@ def transfer_stage(kind: ConversionTask, out: Path, found: dict[str, Content]) -
         },
         {"run": {"folder": str(out / "transfer"), "compile": False}},  # required by `LayerwiseLoss`
     )
-    result = kind.transfer(tree)
+    result = kind.run(tree, transfer=True)
     steps = [row for row in read_rows(out / "transfer" / "metrics.jsonl") if row["kind"] == "train"]
     distances = {k.partition("/")[2] for row in steps for k in row if k.startswith("distance/")}
     layers = [n for n in layers_of(kind.source()) if n in distances]

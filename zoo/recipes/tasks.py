@@ -1,5 +1,6 @@
 """Recipe tasks: what a recipe does differently for image models and for diffusion transformers."""
 
+import functools
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import asdict, replace
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from zoo.train.denoising.run import DiffusionRun
 
 KeptBlocks = list[int] | str  # see RecipeSettings.keep_softmax
+_SOFTMAX: Tree = {"mixer": "", "mixer_options": {}, "layers": [], "keep_softmax": []}  # of an unchanged model
 
 
 class ConversionTask(ABC):
@@ -58,7 +60,7 @@ class ConversionTask(ABC):
         if not recipe.finetune:
             raise ValueError("missing required option finetune=CONFIG.yaml, the fine-tuning")
         tree = to_tree(load(self.schema(), recipe.finetune, recipe.changes))
-        tree["model"] |= {"mixer": "", "mixer_options": {}, "layers": [], "keep_softmax": []}  # set by the recipe
+        tree["model"] |= _SOFTMAX  # the recipe sets these keys
         self.tree: Tree = merge(tree, {"run": {"resume": True}})
 
     @abstractmethod
@@ -82,12 +84,8 @@ class ConversionTask(ABC):
         """Return the settings, as a tree, of a run that starts from the converted model in `folder`."""
 
     @abstractmethod
-    def run(self, tree: Tree) -> Row:
-        """Start or resume a fine-tuning."""
-
-    @abstractmethod
-    def transfer(self, tree: Tree) -> Row:
-        """Start or resume a layer-wise distillation."""
+    def run(self, tree: Tree, transfer: bool = False) -> Row:
+        """Start or resume a fine-tuning, or with `transfer` a layer-wise distillation."""
 
     @abstractmethod
     def evaluate(self, folders: dict[str, Path]) -> dict[str, Row]:
@@ -117,10 +115,7 @@ class ConversionTask(ABC):
 
     def settings(self, *trees: Tree) -> Tree:
         """Return the settings of the fine-tuning, as a tree, overridden by `trees` in order."""
-        found = self.tree
-        for tree in trees:
-            found = merge(found, tree)
-        return found
+        return functools.reduce(merge, trees, self.tree)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of the runs."""
@@ -176,11 +171,8 @@ class ImageTask(ConversionTask):
         model = {**_host(str(folder)), **options}
         return {"model": model, "distill": {"teacher": self.recipe.source}}
 
-    def run(self, tree: Tree) -> Row:
-        return ClassificationRun(from_tree(TrainSettings, tree)).train()
-
-    def transfer(self, tree: Tree) -> Row:
-        return ImageTransfer(from_tree(TrainSettings, tree)).train()
+    def run(self, tree: Tree, transfer: bool = False) -> Row:
+        return (ImageTransfer if transfer else ClassificationRun)(from_tree(TrainSettings, tree)).train()
 
     def evaluate(self, folders: dict[str, Path]) -> dict[str, Row]:
         files = {n: str(f) for n, f in folders.items()}
@@ -200,10 +192,7 @@ _PLAIN = {"mixup": 0.0, "cutmix": 0.0}
 
 def _host(folder: str) -> Tree:
     """Return the settings, as a tree, of the unchanged model in a run folder."""
-    return {
-        "name": "", "kwargs": {}, "img_size": None, "checkpoint": folder, "pretrained": False, "mixer": "",
-        "mixer_options": {}, "layers": [], "keep_softmax": [],
-    }  # fmt: skip
+    return {"name": "", "kwargs": {}, "img_size": None, "checkpoint": folder, "pretrained": False, **_SOFTMAX}
 
 
 class DiffusionTask(ConversionTask):
@@ -256,15 +245,11 @@ class DiffusionTask(ConversionTask):
     def starting_from(self, folder: Path, keep: KeptBlocks) -> Tree:
         return {**_denoiser(str(folder)), "distill": {"teacher": self.recipe.source}}
 
-    def run(self, tree: Tree) -> Row:
+    def run(self, tree: Tree, transfer: bool = False) -> Row:
+        from zoo.train.denoising.layerwise import DiffusionTransfer
         from zoo.train.denoising.run import DiffusionRun
 
-        return DiffusionRun(from_tree(self.schema(), tree)).train()
-
-    def transfer(self, tree: Tree) -> Row:
-        from zoo.train.denoising.layerwise import DiffusionTransfer
-
-        return DiffusionTransfer(from_tree(self.schema(), tree)).train()
+        return (DiffusionTransfer if transfer else DiffusionRun)(from_tree(self.schema(), tree)).train()
 
     def evaluate(self, folders: dict[str, Path]) -> dict[str, Row]:
         run, found = self._opened(self.recipe.source), {}
@@ -276,8 +261,7 @@ class DiffusionTask(ConversionTask):
 
 
 def _denoiser(folder: str) -> Tree:
-    model = {"kwargs": {}, "checkpoint": folder, "mixer": "", "mixer_options": {}, "layers": [], "keep_softmax": []}
-    return {"model": model}
+    return {"model": {"kwargs": {}, "checkpoint": folder, **_SOFTMAX}}
 
 
 def open_task(recipe: RecipeSettings) -> ConversionTask:
