@@ -50,7 +50,7 @@ def load(schema: type[T], path: str | Path | None, overrides: list[str] | None =
 def _current_keys(schema: type, tree: Tree, prefix: str = "") -> Tree:
     """Replace former keys in `tree` by the current ones, with a warning. A section lists pairs (former, current) in its
     class attribute `former`."""
-    hints, former = _hints(schema), dict(getattr(schema, "former", ()))
+    hints, former = typing.get_type_hints(schema), dict(getattr(schema, "former", ()))
     out: Tree = {}
     for key, value in tree.items():
         new = former.get(key, key)
@@ -144,7 +144,7 @@ def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None 
     unknown key or a wrong value.
 
     For a section, prefix is its dotted path, and whole the class of the configuration that contains it."""
-    hints, tree = _hints(schema), tree if whole else _current_keys(schema, tree)
+    hints, tree = typing.get_type_hints(schema), tree if whole else _current_keys(schema, tree)
     whole = whole or schema
     values: Tree = {}
     for key, value in tree.items():
@@ -283,7 +283,7 @@ def _parse_override(schema: type, word: str) -> Tree:
     if isinstance(value, dict) and (joined := [k for k, v in value.items() if v is None and re.search("[:=]", str(k))]):
         raise ValueError(f"{word!r}: write {{name: value}} with a space after the colon, got {joined[0]!r}")
     names = key.split(".")
-    hints = _hints(schema)
+    hints = typing.get_type_hints(schema)
     if names[0] not in hints:
         meant = nearest(names[0], hints) or _suggestions(names[-1], "", schema)
         raise unknown_name("configuration section", names[0], hints, meant)
@@ -293,10 +293,6 @@ def _parse_override(schema: type, word: str) -> Tree:
     for name in reversed(names[:-1]):
         tree = {name: tree}
     return tree
-
-
-def _hints(schema: type) -> dict[str, Hint]:
-    return typing.get_type_hints(schema)
 
 
 def field_docs(schema: type) -> dict[str, str]:
@@ -318,7 +314,7 @@ def describe(schema: type) -> str:
     """Make the help text of a configuration: all sections and keys, with type, default and meaning, and then the texts
     of the `more_help` functions of sections."""
     lines = []
-    hints = _hints(schema)
+    hints = typing.get_type_hints(schema)
     for section, hint in hints.items():
         if not dataclasses.is_dataclass(hint):
             lines += ["", *_describe_key(schema, section, "")]
@@ -333,7 +329,7 @@ def describe(schema: type) -> str:
 
 
 def _describe_key(schema: type, key: str, prefix: str) -> list[str]:
-    default, kind = getattr(schema(), key), type_name(_hints(schema)[key])
+    default, kind = getattr(schema(), key), type_name(typing.get_type_hints(schema)[key])
     return [f"  {prefix}{key} ({kind}, default {default!r})", *help_lines(field_docs(schema)[key])]
 
 

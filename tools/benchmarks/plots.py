@@ -110,15 +110,11 @@ def draw_video(result: Row, file: Path) -> None:
     save_figure(figure, file, dpi=130)
 
 
-def _layers(row: Row) -> int:
-    """Number of layers of a row, 0 for all of the model."""
-    return row.get("layers") or 0
-
-
 def draw_scaling(result: Row, file: Path) -> None:
     """Draw lines: parallel efficiency against the number of GPUs, one panel per model, tokens and mode, of the rows
     with the most layers. Without rows of several GPUs, draw nothing."""
-    plt, most = pyplot(), {row["model"]: row.get("layers") for row in sorted(result["rows"], key=_layers)}
+    by_layers = sorted(result["rows"], key=lambda row: row.get("layers") or 0)
+    plt, most = pyplot(), {row["model"]: row.get("layers") for row in by_layers}
     rows = [row for row in result["rows"] if row.get("layers") == most[row["model"]]]
     found: dict[tuple, dict[str, dict[int, float]]] = {}  # case -> method -> GPUs -> highest of all batches per GPU
     for row in rows:

@@ -8,6 +8,7 @@ import numpy as np
 from demo_steps.processes import Command, to_mixer
 from zoo.data import open_source
 from zoo.plotting import pyplot, save_figure
+from zoo.recipes.report import number
 from zoo.train.metrics_log import read_rows
 
 MIXER = "multipole"
@@ -71,7 +72,7 @@ def dit_lines(folder: Path, cards: dict[str, dict[str, Any]]) -> list[str]:
     for name, title in DIT.items():
         steps, loss = _trained(folder, name)
         scores = cards[name]["scores"]
-        lines.append(f"| {title} | {steps:,} | {loss} | {scores['fid']:.2f} | {_number(scores['kid'])} |")
+        lines.append(f"| {title} | {steps:,} | {loss} | {scores['fid']:.2f} | {number(scores['kid'], 4)} |")
     text = "Samples of each model from the same noise and labels"
     return [*lines, "", f"![{text}](demo_dit.png)", "", f"{text}; one column per class.", ""]
 
@@ -82,10 +83,6 @@ def _trained(folder: Path, name: str) -> tuple[int, str]:
     before = 0 if name == "dit" else read_rows(folder / "dit" / "metrics.jsonl")[-1]["step"]
     found = [row["ema_val_loss"] for row in own if row["kind"] == "eval"]
     return before + (own[-1]["step"] if own else 0), f"{found[-1]:.3f}" if found else "-"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def draw_samples(folder: Path, cards: dict[str, dict[str, Any]]) -> None:

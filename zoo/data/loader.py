@@ -98,19 +98,6 @@ def _unchanged(batch: B) -> B:
     return batch
 
 
-class _MicroBatches:
-    """Batch sampler that yields the keys of each micro-batch."""
-
-    def __init__(self, plan: BatchPlan, first: int, last: int) -> None:
-        self.plan, self.first, self.last = plan, first, last
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        return self.plan.keys(self.first, self.last)
-
-    def __len__(self) -> int:
-        return (self.last - self.first) * self.plan.micro_batches
-
-
 class LoadedImages:
     """Batches of a source through torch's DataLoader and timm's transforms."""
 
@@ -123,7 +110,7 @@ class LoadedImages:
 
     def train(self, plan: BatchPlan, first: int, last: int) -> Iterator[Batch]:
         """Yield the augmented micro-batches of the steps [first, last) for this process."""
-        return self._read(self._loader(train_transform(self.spec, self.augment), _MicroBatches(plan, first, last)))
+        return self._read(self._loader(train_transform(self.spec, self.augment), plan.keys(first, last)))
 
     def evaluation(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Yield every image of this process once, in order, without augmentation. Reuses the workers of the last

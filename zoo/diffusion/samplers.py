@@ -220,7 +220,7 @@ class TextSampler:
         if not prompts:
             raise ValueError(f"{type(pipeline).__name__} needs prompts: sample.prompts=FILE with one prompt per line")
         self.pipeline, self.prompts, self.steps, self.seed, self.size = pipeline, prompts, steps, seed, size
-        self.denoiser = denoiser_of(pipeline)
+        self.denoiser = getattr(pipeline, "transformer", None) or pipeline.unet
         self.guidance = parameters["guidance_scale"].default if guidance is None else guidance
         self.fixed = {name: False for name in DISABLED if name in parameters}
         if size is not None:
@@ -261,11 +261,6 @@ class TextSampler:
             "prompts_sha256": hashlib.sha256("\n".join(self.prompts).encode()).hexdigest(),
             "size": self.size,
         }
-
-
-def denoiser_of(pipeline: DiffusionPipeline) -> ModelMixin:
-    """Return the transformer or U-Net of a pipeline of diffusers."""
-    return getattr(pipeline, "transformer", None) or pipeline.unet
 
 
 def seeded(seed: int, numbers: Sequence[int]) -> list[torch.Generator]:

@@ -4,7 +4,6 @@ Weights are kept in full; ZeRO 1 shards the optimizer state over the processes, 
 engine runs the backward pass, clips gradients, skips steps with non-finite gradients, and updates the weights.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +25,8 @@ class ZeroUpdater(Updater):
         self.flat: torch.optim.Optimizer = self.inner.optimizer  # torch's optimizer of this process's flat shards
         self.with_grad = set[str]()  # names noted by hooks, since the engine frees gradients early
         trained = {name: p for name, p in new_parameters(self.model).items() if p.requires_grad}
-        self.handles = [p.register_hook(self._gradient_hook(name)) for name, p in trained.items()]
+        self.handles = [p.register_hook(lambda _, name=name: self.with_grad.add(name)) for name, p in trained.items()]
         self.trained = list(trained)
-
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        return lambda _: self.with_grad.add(name)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
