@@ -132,6 +132,7 @@ def test_a_recipe_of_an_image_model_is_killed_and_goes_on(image_source, tmp_path
     assert value.keys() == {"source", "converted", "calibrated", "transfer", "finetune", "control", "floor"}
     assert value["calibrated"] > value["converted"] + 5  # no training in between
     assert value["finetune"] > value["floor"]
+    assert f"| distance at step {found['transfer']['steps'][0]} |" in (out / "transfer.md").read_text()
     assert found["transfer"]["length"] == 1 and found["finetune"]["result"]["epoch"] == 1
     by_hand = (value["finetune"] - value["floor"]) / (value["control"] - value["floor"])
     assert found["evaluate"]["recovery"] == pytest.approx(by_hand)

@@ -76,18 +76,8 @@ def training_lines(content: Content) -> list[str]:
 
 def calibrate_lines(content: Content) -> list[str]:
     """Return tables of the converted layers and of the tried choices of softmax layers."""
-    head = [
-        "layer",
-        "R2",
-        "R2 centred",
-        "token share (%)",
-        "key shift",
-        "query shift",
-        "of fp16",
-        "distance alone",
-        "softmax ms",
-        "mixer ms",
-    ]
+    head = ["layer", "R2", "R2 centred", "token share (%)", "key shift", "query shift", "of fp16", "distance alone"]
+    head += ["softmax ms", "mixer ms"]
     keys = ("r2", "r2_centred", "key_shift", "query_shift")
     rows = []
     for r in content["rows"]:
@@ -105,11 +95,11 @@ def calibrate_lines(content: Content) -> list[str]:
     note = f"Kept softmax: {content['keep_softmax'] or 'none'}. Most sensitive blocks: {content['suggested']}."
     if density := content.get("density"):
         note += f" Densities by sensitivity, with the mean of these: {density}."
-    return [*markdown_table(head, rows), "", *markdown_table(head_kept, kept), "", note]
+    return [*markdown_table(head, rows), "", *markdown_table(head_kept, kept), "", note, "", COLUMNS]
 
 
 def transfer_lines(content: Content) -> list[str]:
-    """Return a table of layer distances: at the start, after training on the teacher's inputs, and after training on
+    """Return a table of layer distances: first logged, after training on the teacher's inputs, and after training on
     the student's own inputs."""
     if not content["rows"]:
         return []
@@ -118,7 +108,8 @@ def transfer_lines(content: Content) -> list[str]:
         taught = [d for d, mine in zip(r["distance"], own, strict=True) if not mine]
         cells = [f"{r['distance'][0]:.4f}", number(taught[-1] if taught else None, 4)]
         rows.append([r["layer"], *cells, number(r["distance"][-1] if own[-1] else None, 4)])
-    return markdown_table(["layer", "distance at first", "last with the teacher's inputs", "last with its own"], rows)
+    first = f"distance at step {content['steps'][0]}"
+    return markdown_table(["layer", first, "last with the teacher's inputs", "last with its own"], rows)
 
 
 def evaluate_lines(content: Content) -> list[str]:
@@ -156,7 +147,14 @@ LINES = {
 }
 
 
-DISTANCE = "distance to softmax (KL or squared error)"
+DISTANCE = "distance to softmax"
+COLUMNS = """\
+R2: fraction of the power of the softmax output that the calibrated layer explains; centred: after subtraction of the
+token mean. Token share: norm of the output minus its token mean, relative to the norm of the output. Key and query
+shift: norm of the mean key or query, relative to the mean norm; near 1 if all tokens are similar. Of fp16: largest
+softmax output, relative to the largest float16 number. Distance: KL divergence of class probabilities, or relative
+squared error of other outputs, from those of the softmax model; alone: with only this layer converted. Same class:
+fraction of inputs for which both predict the same class. Pareto: no other choice is closer and faster."""
 
 
 def _figure(width: float, panels: int) -> tuple[Figure, list[Axes]]:
@@ -178,7 +176,7 @@ def draw_inspect(content: Content) -> Figure | None:
     if row["mixer_us"] is not None:
         place.loglog(tokens, [p.mixer_us for p in found], label=row["after"])
     place.axvline(row["tokens"], color="gray", linestyle=":", label="this model")
-    place.set(xlabel="tokens", ylabel="predicted time per layer and sample (us)")
+    place.set(xlabel="tokens", ylabel="predicted us per layer and sample")
     legend_below(place, 3)
     return figure
 
@@ -212,7 +210,7 @@ def draw_transfer(content: Content) -> Figure | None:
     figure, (place,) = _figure(5, 1)
     for row in content["rows"]:
         place.semilogy(content["steps"], row["distance"], label=row["layer"])
-    place.set(xlabel="step", ylabel="relative squared error of attention outputs")
+    place.set(xlabel="step", ylabel="distance of attention outputs")
     place.legend(frameon=False, fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
