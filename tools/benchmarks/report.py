@@ -31,27 +31,15 @@ def kernels(result: Row) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def main_kernels(result: Row) -> str:
-    """Return the rows of `kernels` with targets: our operators forward and backward, `mhla` and `taylor2`."""
-    found = {_place(row): row for row in result["rows"]}
-    plain = [row for row in result["rows"] if len(row["options"]) <= 4]
-    parts = [_by_operator(found), _mixed(plain, found), _taylor(found), _measured(result)]
-    return "\n\n".join(part for part in parts if part)
-
-
 def multipole(result: Row) -> str:
     """Return the `multipole` rows of `kernels` and how they were measured."""
     return f"{_multipole({_place(row): row for row in result['rows']})}\n\n{_measured(result)}"
 
 
 def two_sided(result: Row) -> str:
-    """Return our two-sided operators forward and backward, one line each, and softmax, without targets."""
-    return _by_operator({_place(row): row for row in result["rows"]}, targets=False)
-
-
-def _by_operator(found: dict[tuple, Row], targets: bool = True) -> str:
-    """Forward and backward with plain options, one column per shape, softmax first."""
-    which = "forward_backward"
+    """Return our two-sided operators forward and backward with plain options, one line each, one column per shape,
+    softmax first."""
+    found, which = {_place(row): row for row in result["rows"]}, "forward_backward"
     shapes = [
         shape
         for shape in SHAPES.values()
@@ -64,14 +52,12 @@ def _by_operator(found: dict[tuple, Row], targets: bool = True) -> str:
         if not any(rows):
             continue
         cells = [_title(op, options)]
-        for shape, row, peer in zip(shapes, rows, softmax, strict=True):
-            if row is None or shape.targets is None:
+        for row, peer in zip(rows, softmax, strict=True):
+            if row is None:
                 cells.append("-")
                 continue
             floor = row["floor_us"] / row["us"]
-            bound = _verdict(floor, getattr(shape.targets, which)) if targets else f"{floor:.0%}"
-            times = _times(peer, row, shape.targets.times_cudnn if targets else None)
-            cells.append(f"{row['us']:.0f} ({times}; {bound})")
+            cells.append(f"{row['us']:.0f} ({_times(peer, row, None)}; {floor:.0%})")
         lines.append(cells)
     head = ["forward + backward, us (speed-up over cuDNN; of memory bound)", *(shape.title for shape in shapes)]
     return _table(head, lines) if shapes else ""
