@@ -38,12 +38,11 @@ FORMS = {  # class or base class -> what computes it on CUDA in 16 bits
     "Nystrom": "torch SDPA",
     "Performer": "torch, Triton",
     "Mega": "torch SDPA",
-    "TwoSidedMixer": "torch",
     "MomentMixer": "torch",
     "DeltaMixer": "Triton",
-    "Simplex2": "torch",
     "Taylor2": "torch",
-    "Mixer": "Triton",
+    "LinearMixer": "Triton",
+    "Mixer": "torch",
 }
 COST = re.compile(r"(?:^|[;:.] )((?:(?![;:.] ).)*?) multiplications per head")
 SOURCE = re.compile(r"arXiv \d{4}\.\d{5}|(?:openreview\.net|github\.com)/[\w./?=]*\w")

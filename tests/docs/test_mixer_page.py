@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.runs import ROOT
-from zoo.mixers import MIXERS
+from zoo.mixers import MIXERS, Mixer
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,11 @@ def test_states_are_counted(page, name):
     _, state = MIXERS[name].operator(q, k, v, causal=True, return_state=True)
     squares = sum(t.numel() // d**2 for t in state.tensors.values())
     assert page.of_class(page.STATES, MIXERS[name]) == ("D^2" if squares == 1 else f"{squares} D^2")
+
+
+def test_a_new_mixer_runs_in_torch(page):
+    """Triton forms are those of operators, around which a `LinearMixer` is built."""
+    assert page.of_class(page.FORMS, type("New", (Mixer,), {})) == "torch"
 
 
 def test_rows_are_complete(page):
