@@ -47,12 +47,10 @@ _SOFTMAX: Tree = {"mixer": "", "mixer_options": {}, "layers": [], "keep_softmax"
 class ConversionTask(ABC):
     """Base class of recipes for one kind of models: their data, files, runs and evaluation.
 
-    metric: title of the metric.  higher: whether larger values are better. Raises ValueError for a source or a
-    configuration of another kind.
+    metric: title of the metric. Raises ValueError for a source or a configuration of another kind.
     """
 
     metric: str
-    higher: bool
     length: tuple[str, str]  # section and key of the number of epochs or steps
 
     def __init__(self, recipe: RecipeSettings) -> None:
@@ -139,7 +137,7 @@ class ConversionTask(ABC):
 class ImageTask(ConversionTask):
     """timm models on labelled images; the metric is top-1 accuracy in percent."""
 
-    metric, higher, length = "top-1 accuracy (%)", True, ("schedule", "epochs")
+    metric, length = "top-1 accuracy (%)", ("schedule", "epochs")
 
     def schema(self) -> type:
         return TrainSettings
@@ -198,7 +196,7 @@ def _host(folder: str) -> Tree:
 class DiffusionTask(ConversionTask):
     """Diffusion transformers of diffusers; the metric is the validation loss, with fixed times and noise."""
 
-    metric, higher, length = "validation loss", False, ("schedule", "steps")
+    metric, length = "validation loss", ("schedule", "steps")
 
     def schema(self) -> type:
         from zoo.train.denoising.settings import DiffusionSettings

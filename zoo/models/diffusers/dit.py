@@ -37,7 +37,6 @@ DIT = Family(
     name="dit",
     converted=HLADiTTransformer2DModel,
     sites={"transformer_blocks.*.attn1": SelfAttentionSite},
-    legacy_class="Transformer2DModel",
     classes="num_embeds_ada_norm",
     initialise=initialise,
     pipelines=("DiTPipeline",),

@@ -52,7 +52,6 @@ class Family:
     rotary: whether queries and keys have a rotary embedding.
     grid: token grid of the default size, if the configuration of a model does not contain it.
     trained: whether training is supported.
-    legacy_class: name of the class in earlier versions of diffusers.
     packed: whether input and output are tokens [B, N, C].
     sized: whether a new model is built for one input size (`sample_size`).
     classes: configuration entry with the number of classes; empty for text-conditional models.
@@ -78,7 +77,6 @@ class Family:
     rotary: bool = False
     grid: Grid | None = None
     trained: bool = True
-    legacy_class: str = ""
     packed: bool = False
     sized: bool = True
     classes: str = ""

@@ -21,7 +21,6 @@ PIXART = Family(
     converted=HLAPixArtTransformer2DModel,
     sites={"transformer_blocks.*.attn1": SelfAttentionSite},
     skipped="transformer_blocks.*.attn2",
-    legacy_class="Transformer2DModel",
     # required, but unused by the supported models
     arguments=lambda shape, metadata: {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
