@@ -1,7 +1,7 @@
 """Evaluation of several models on the same images, each with its own preprocessing."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -137,7 +137,6 @@ def _extra(found: dict[str, Predictions], name: str, source: Source, labels: lis
     if labels:
         names = [source.name(int(i)) for i in mine.index]
         extra["real_top1"] = round(real_accuracy(mine.top, names, labels), 3)
-    difference = asdict(paired_difference(first.correct(), mine.correct()))
-    for column, key in (("top1_diff", "difference"), ("diff_low", "low"), ("diff_high", "high")):
-        extra[column] = round(difference[key], 3)
-    return extra
+    difference = paired_difference(first.correct(), mine.correct())
+    columns = zip(("top1_diff", "diff_low", "diff_high"), difference, strict=True)
+    return extra | {name: round(value, 3) for name, value in columns}
