@@ -1,6 +1,7 @@
 """Recipe tasks: what a recipe does differently for image models and for diffusion transformers."""
 
 import functools
+import itertools
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import asdict, replace
@@ -146,14 +147,9 @@ class ImageTask(ConversionTask):
         tree = self.settings({"model": _host(self.recipe.source), "distill": {"teacher": ""}, "augment": _PLAIN})
         settings = from_tree(TrainSettings, tree)
         parts = set_up(settings, create_accelerator(settings))
-        found: list[Inputs] = []
-        left = self.recipe.inputs
-        for batch in parts.train_images.evaluation(self.recipe.batch):
-            found.append(batch.images[:left])
-            left -= len(batch.images)
-            if left <= 0:
-                break
-        return found
+        n, size = self.recipe.inputs, self.recipe.batch
+        batches = itertools.islice(parts.train_images.evaluation(size), -(-n // size))
+        return [batch.images[: n - i * size] for i, batch in enumerate(batches)]
 
     def save(self, model: nn.Module, keep: KeptBlocks, folder: Path) -> None:
         recipe = read_recipe(self.recipe.source)
@@ -221,15 +217,12 @@ class DiffusionTask(ConversionTask):
         run = self._opened(self.recipe.source)
         seed_everything(self.tree["run"]["seed"])
         found: list[Inputs] = []
-        left = self.recipe.inputs
-        for batch in run.batches(0, run.plan.steps_per_epoch):
+        n, size = self.recipe.inputs, run.plan.micro_batch_size
+        for i, batch in enumerate(itertools.islice(run.batches(0, run.plan.steps_per_epoch), -(-n // size))):
             (x, t, condition, spec), _ = run.draw(batch)
-            n = min(len(x), left)
-            more = {k: v[:n] for k, v in condition.items()}
-            found.append({"hidden_states": x[:n], "timestep": t[:n] * spec.time_factor, **more, **spec.extra})
-            left -= n
-            if left <= 0:
-                break
+            first = slice(n - i * size)
+            more = {k: v[first] for k, v in condition.items()}
+            found.append({"hidden_states": x[first], "timestep": t[first] * spec.time_factor, **more, **spec.extra})
         return found
 
     def save(self, model: nn.Module, keep: KeptBlocks, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Diffusion runs: training of a class-conditional or text-conditional transformer on images or videos."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -277,11 +278,7 @@ class DiffusionRun(TrainingRun[DiffusionBatch]):
         samples."""
         if self.samples.classes:
             return {LABELS: torch.arange(n, device=self.accelerator.device) % len(self.samples.classes)}
-        parts: list[dict[str, Tensor]] = []
-        for batch in self.samples.evaluation(1, 0, 1):
-            parts.append(batch.condition)
-            if len(parts) == n:
-                break
+        parts = [batch.condition for batch in itertools.islice(self.samples.evaluation(1, 0, 1), n)]
         turn = torch.arange(n) % len(parts)
         return {k: torch.cat([part[k] for part in parts])[turn.to(v.device)] for k, v in parts[0].items()}
 
