@@ -34,8 +34,8 @@ def csv_row(name: str, model: nn.Module, spec: InputSpec, found: Predictions) ->
 
 
 def write_results(rows: list[ResultRow], file: Path) -> None:
-    """Write rows of `csv_row` as CSV. All must have the same keys."""
-    write_csv(list(rows[0]), [list(row.values()) for row in rows], file)
+    """Write rows, with a column "model", as CSV. All must have the same keys."""
+    write_csv(list(rows[0]) if rows else ["model"], [list(row.values()) for row in rows], file)
 
 
 def write_predictions(found: dict[str, Predictions], names: list[str], file: Path) -> None:

@@ -4,8 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from zoo.files import replacing
-from zoo.io import environment, markdown_table
+from zoo.io import environment, markdown_table, write_text
 from zoo.models.checkpoint_tags import sites_of
 
 CARD = "README.md"
@@ -21,8 +20,7 @@ def write_card(model: Any, folder: Path, name: str, base: str, library: str) -> 
     """
     file = folder / CARD
     if not file.exists() or OURS in file.read_text().splitlines():
-        with replacing(file) as temporary:
-            temporary.write_text(model_card(model, name, base, library))
+        write_text(model_card(model, name, base, library), file)
 
 
 def model_card(model: Any, name: str, base: str, library: str) -> str:

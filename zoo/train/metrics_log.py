@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from timm.utils import AverageMeter
 from torch import Tensor
 
-from zoo.files import naming, replacing
+from zoo.files import naming
+from zoo.io import write_text
 from zoo.plotting import legend_below, plain_axes, pyplot, save_figure
 
 Row = dict[str, Any]  # "step", "kind" and numbers
@@ -76,8 +77,7 @@ class Record:
     def __init__(self, file: Path, step: int = 0) -> None:
         self.file = file
         kept = [row for row in read_rows(file) if row["step"] <= step] if step else []
-        with replacing(file) as temporary:
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        write_text("".join(json.dumps(row) + "\n" for row in kept), file)
 
     def write(self, row: Row) -> None:
         """Append one row. `read_rows` drops a line that was cut off because the process was killed or the disk full."""

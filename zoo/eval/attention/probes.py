@@ -16,8 +16,8 @@ from zoo.data.transforms import eval_transform
 from zoo.eval.attention import LayerAttention, attentions
 from zoo.eval.attention.plots import Maps, draw_maps, draw_profile
 from zoo.eval.compare import Candidate, open_candidates
+from zoo.eval.results import write_results
 from zoo.eval.settings import EvalSettings
-from zoo.io import write_csv
 from zoo.ranges import check_ranges
 
 MEASURES = ("rank", "effective_rank", "entropy", "token_share")
@@ -91,8 +91,8 @@ def probe(settings: ProbeSettings) -> list[ProbeRow]:
         cells += [{"model": candidate.name, **cell} for one in maps for cell in _cells(one)]
         draw_maps(maps, candidate.name, out / f"maps_{number}.png")
     draw_profile(rows, out / "attention.png")
-    _write(rows, out / "attention.csv")
-    _write(cells, out / "maps.csv")
+    write_results(rows, out / "attention.csv")
+    write_results(cells, out / "maps.csv")
     return rows
 
 
@@ -160,6 +160,3 @@ def table(rows: list[ProbeRow]) -> str:
         )
     return "\n".join(lines)
 
-
-def _write(rows: list[ProbeRow], file: Path) -> None:
-    write_csv(list(rows[0]) if rows else ["model"], [list(row.values()) for row in rows], file)
