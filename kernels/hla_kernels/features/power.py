@@ -55,7 +55,9 @@ def power_torch(x: Tensor, exponent: Tensor) -> Tensor:
     part = y / top.clamp(min=torch.finfo(y.dtype).tiny)  # in [0, 1], so that its power cannot overflow
     raised = part ** exponent[:, None]
     lengths = [z.square().sum(-1, keepdim=True).clamp(min=1) for z in (part, raised)]  # below 1 only if all are 0
-    return (raised * top * (lengths[0] / lengths[1]).sqrt()).to(x.dtype)
+    found = raised * top * (lengths[0] / lengths[1]).sqrt()
+    # the gradient of a zero channel has no effect, but in float16 it may be infinite, if a ratio divides by little
+    return found.masked_fill(raised == 0, 0.0).to(x.dtype)
 
 
 def _forward(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,7 @@ def power_rows(
     zs = ()
     logs = ()
     vs = ()
+    kept = ()
     for i in tl.static_range(len(xs)):
         z = tl.maximum(xs[i], 0.0, propagate_nan=tl.PropagateNan.ALL) * inverse  # y / max y
         log = tl.maximum(fast_log2(z), LOWEST)
@@ -80,10 +81,12 @@ def power_rows(
         w = z * v  # z^p
         zz += z * z
         ww += w * w
-        gw += gs[i] * w
+        g = tl.where(w > 0.0, gs[i], 0.0)  # see `power_torch`
+        gw += g * w
         zs = joined(zs, z)
         logs = joined(logs, log)
         vs = joined(vs, v)
+        kept = joined(kept, g)
     zz, ww = tl.sum(zz, 1), tl.sum(ww, 1)
     short, unit = tl.rsqrt(tl.maximum(zz, TINY)), tl.rsqrt(tl.maximum(ww, TINY))  # u = unit w
     length = zz * short  # of z
@@ -95,7 +98,7 @@ def power_rows(
         w = zs[i] * vs[i]
         out = w * of_y
         if G is not None:
-            across = gs[i] - of_w * w
+            across = kept[i] - of_w * w
             dp += w * across * logs[i]
             out = of_z * zs[i] + of_v * (vs[i] * across)
         to, inside = part(place * D, keep, i * W, D, W)

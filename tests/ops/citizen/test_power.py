@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hla_kernels.features.power import power, power_pair, power_torch
-from tests.helpers.powers import errors, results, tokens, truth
+from tests.helpers.powers import errors, ignores_unused_gradients, results, tokens, truth
 from tests.ops.fused.children import PYTEST, check_compiled, check_interpreted
 
 CHILD = Path(__file__).parent.parent / "fused" / "children" / "power.py"
@@ -19,6 +19,14 @@ def test_torch_form(dtype):
     args = tokens(dtype, 37, 3, 40)
     found = errors(results(power, *args), truth(*args))
     assert max(found) <= (2e-6 if dtype == torch.float32 else 2.0**-8), found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_infinite_gradients_of_zero_channels(device):
+    """As a ratio has them in float16 for queries that read few features of the keys."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("the kernels need a CUDA device: none here")
+    assert ignores_unused_gradients(power, *tokens(torch.float16, 37, 3, 40, device))
 
 
 def test_sizes_that_do_not_fit():

@@ -6,7 +6,7 @@ import torch
 from hla_kernels.dispatch import trial, verify
 from hla_kernels.features import power_kernels
 from hla_kernels.features.power import power_op, power_torch
-from tests.helpers.powers import errors, results, tokens, truth
+from tests.helpers.powers import errors, ignores_unused_gradients, results, tokens, truth
 from tests.ops.fused.cases import poison
 
 LIMITS = {torch.float32: 4e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -29,6 +29,10 @@ def test_kernels(monkeypatch, dtype, n, h, d):
     for found, given in (((out[0], dq, dp_q), q), ((out[1], dk, dp_k), k)):
         found = errors(found, truth(*given))
         assert max(found) <= LIMITS[dtype], found
+
+
+def test_infinite_gradients_of_zero_channels():
+    assert ignores_unused_gradients(alone, *tokens(torch.float16, 21, 2, 40))
 
 
 def test_offsets_beyond_32_bits():
