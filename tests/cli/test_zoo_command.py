@@ -40,9 +40,15 @@ def test_a_command_without_its_package_names_the_extra(words):
     assert (done.returncode, done.stderr) == (2, message)
 
 
+def test_mixers_are_listed_without_diffusers():
+    program = "import sys; sys.modules['diffusers'] = None; from zoo import cli; cli.main(['list', 'mixers', 'mhla'])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
+
+
 def test_lists(capsys):
     assert any(line.startswith("mhla ") for line in cli.main(["list", "mixers"]))
     assert "vit_mhla_tiny_patch16_224" in cli.main(["list", "models", "mhla", "tiny"])
+    assert cli.main(["list", "models", "vit_mhla_*tiny*"]) == cli.main(["list", "models", "vit_mhla_", "tiny"])
     assert "vit/digits_softmax" in cli.main(["list", "configs", "digits"])
     with pytest.raises(ValueError, match="none of the models contains mhla and banana"):
         cli.main(["list", "models", "mhla", "banana"])
