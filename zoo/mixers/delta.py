@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hla_kernels import DeltaState, delta, delta_rules
 from hla_kernels.delta_rule.rules import Arguments
+from hla_kernels.sequences import real
 from zoo.errors import unknown_name
 from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.layers import HeadRMSNorm, OutputGate
@@ -110,9 +111,7 @@ class DeltaMixer(Mixer):
         o = self._scanned(q * self.scale, given, ctx)
         o = o if self.norm is None else self.norm(o)
         o = o if self.gate is None else self.gate(o, ctx.x)
-        if ctx.key_padding_mask is not None:
-            o = o.where(ctx.key_padding_mask[:, :, None, None], 0)
-        return self.with_lepe(o, v, ctx)
+        return self.with_lepe(real(o, ctx.key_padding_mask), v, ctx)
 
     def _activated(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.convolved(q, k, v, ctx)
@@ -162,9 +161,7 @@ class DeltaMixer(Mixer):
 
 def _masked(given: Arguments, mask: Tensor | None) -> Arguments:
     """Set arguments of padded tokens to 0, so that they write, erase and decay nothing."""
-    if mask is None:
-        return given
-    return _apply(given, lambda x: x.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0) if x.dim() > 1 else x)
+    return _apply(given, lambda x: real(x, mask) if x.dim() > 1 else x)
 
 
 def _delta(q: Tensor, given: Arguments, frame: int = 0) -> Tensor:

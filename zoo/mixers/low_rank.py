@@ -95,10 +95,7 @@ class TwoSidedMixer(Mixer):
             q, k = ctx.rotate(q), ctx.rotate(k)
         groups = q.shape[2] // k.shape[2]
         k, values = (t.repeat_interleave(groups, dim=2) for t in (k, values))
-        o = self.attend(q, k, values, ctx)
-        if ctx.key_padding_mask is not None:
-            o = o.where(ctx.key_padding_mask[:, :, None, None], 0)
-        return self.with_lepe(o, v, ctx)
+        return self.with_lepe(real(self.attend(q, k, values, ctx), ctx.key_padding_mask), v, ctx)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """Mix q, k, v [B, N, H, D], rotated if the host has a rotation."""
@@ -287,10 +284,8 @@ class Linformer(TwoSidedMixer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         assert ctx.grid is not None
         mask, prefix, suffix = ctx.key_padding_mask, ctx.prefix, ctx.suffix
-        if mask is not None:
-            k, v = (t.where(mask[:, :, None, None], 0) for t in (k, v))
         pooled = []
-        for t, weights in zip((k, v), self._interpolated(ctx.grid), strict=True):
+        for t, weights in zip((real(k, mask), real(v, mask)), self._interpolated(ctx.grid), strict=True):
             first, patches, last = split_tokens(t, ctx.grid, prefix, suffix)
             pooled.append(join_tokens(first, torch.einsum("mn,bnhd->bmhd", weights.to(t.dtype), patches), last))
         if mask is not None and prefix + suffix:

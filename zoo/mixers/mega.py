@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hla_kernels.sequences import real
 from zoo.grid import Grid, join_tokens, split_tokens
 from zoo.mixers.context import Context, LayerSpec
 from zoo.mixers.layers import OutputGate
@@ -110,8 +111,7 @@ class Mega(TwoSidedMixer):
     def convolved(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         assert ctx.grid is not None
         q, k, v = super().convolved(q, k, v, ctx)
-        if ctx.key_padding_mask is not None:  # padded tokens count as zeros
-            q, k = (t.where(ctx.key_padding_mask[:, :, None, None], 0) for t in (q, k))
+        q, k = (real(t, ctx.key_padding_mask) for t in (q, k))  # padded tokens count as zeros
         layout = ctx.grid, ctx.prefix, ctx.suffix
         return self.average_q(q, *layout), self.average_k(k, *layout), v
 

@@ -7,6 +7,7 @@ from torch.distributed import ProcessGroup
 
 from hla_kernels.features import feature
 from hla_kernels.ranks.collectives import add_ranks, add_tokens
+from hla_kernels.sequences import real
 from zoo.mixers.base import LinearMixer
 
 
@@ -51,10 +52,8 @@ def real_features(
 ) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
     """Return (phi q, phi k, v, count): features set to zero outside the mask [B, N], and the number of real tokens."""
     q, k = feature(q, feature_map), feature(k, feature_map)
-    if mask is None:
-        return q, k, v, q.shape[1]
-    valid = mask[:, :, None, None]
-    return q.where(valid, 0), k.where(valid, 0), v.where(valid, 0), valid.sum(1, keepdim=True)
+    count = q.shape[1] if mask is None else mask.sum(1)[:, None, None, None]
+    return real(q, mask), real(k, mask), real(v, mask), count
 
 
 def token_softmax(scores: Tensor, mask: Tensor | None, group: ProcessGroup | None) -> tuple[Tensor, int | Tensor]:
