@@ -220,7 +220,7 @@ def check_type(value: Any, hint: Hint, name: str) -> Any:
             return _all_finite(value, name)
         if origin in (str, bool) and isinstance(value, origin):
             return value
-    brackets = f"; write {name}=[{value}]" if hint == list[str] and isinstance(value, str) else ""
+    brackets = f"; write {name}=[{value}]" if types.GenericAlias(list, (type(value),)) in allowed else ""
     raise ValueError(f"{name} must be {type_name(hint)}, got {shortened(value)!r}{brackets}")
 
 

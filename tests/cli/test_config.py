@@ -36,7 +36,7 @@ def test_every_shipped_configuration_is_valid_and_says_what_to_expect(path):
         ("schedule.epochs=1.5", "schedule.epochs must be int, got 1.5"),
         ("schedule.epochs=true", "schedule.epochs must be int, got True"),
         ("model.keep_softmax=[a]", r"model.keep_softmax\[0\] must be int, got 'a'"),
-        ("model.keep_softmax=3", r"model.keep_softmax must be list\[int\] or str, got 3"),
+        ("model.keep_softmax=3", r"must be list\[int\] or str, got 3; write model.keep_softmax=\[3\]"),
         ("data.cache=1", "data.cache must be bool"),
         ("optim=1", "expected optim.KEY=VALUE"),
         ("optim.lr", "expected section.key=value"),

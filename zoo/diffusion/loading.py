@@ -74,8 +74,8 @@ def open_model(
         return _load_pipeline(where, dtype, device, parts)
     if _config(where, ANY_MODEL) is None:
         raise ValueError(
-            f"there is no diffusion model {where!r}: expected a run folder, a folder of diffusers, or a hub name that "
-            "can be reached"
+            f"there is no diffusion model {where!r}: expected the run folder of one, a folder of diffusers, or a hub "
+            "name that can be reached"
         )
     transformer = load_transformer(where, dtype)
     if base:
