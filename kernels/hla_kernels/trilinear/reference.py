@@ -1,4 +1,4 @@
-"""Definitions of product and 2-simplicial attention; exact in float64.
+"""Definitions of product, 2-simplicial and Strassen attention; exact in float64.
 
 q and k are [B, N, H, D], v is [B, N, H, Dv]; keys and values have the heads of the queries. Returns [B, N, H, Dv].
 """
@@ -30,3 +30,20 @@ def simplex2(
     s = scale * torch.einsum("bihd,bjhd,bkhd->bhijk", q, k1, k2)
     s = s if allowed is None else s.masked_fill(~allowed, -torch.inf)
     return torch.einsum("bhijk,bjhe,bkhe->bihe", s.flatten(-2).softmax(-1).view_as(s), v1, v2)
+
+
+def strassen_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, scale: float) -> Tensor:
+    """Compute Strassen attention in O(N^3) time and O(N^2) memory: Dv + 1 products of N x N matrices per head.
+
+    With X_ij = exp(s q_i.k1_j), Y_jk = exp(s k1_j.k2_k), Z_ik = exp(s q_i.k2_k), the numerator of channel d is the row
+    sum of (X diag(v1_d) Y diag(v2_d)) * Z, and the denominator that with v1 = v2 = 1. Each row of X and Z is divided
+    by its maximum, Y by the maximum of the matrix, which leaves the output unchanged. arXiv 2501.19215, section 3.
+    """
+    q, k1, k2, v1, v2 = (t.transpose(1, 2) for t in (q, k1, k2, v1, v2))  # [B, H, N, D]
+    x, y, z = (scale * a @ b.mT for a, b in ((q, k1), (k1, k2), (q, k2)))
+    x, z = ((t - t.amax(-1, keepdim=True)).exp() for t in (x, z))
+    y = (y - y.amax((-2, -1), keepdim=True)).exp()
+    total = ((x @ y) * z).sum(-1)
+    pairs = zip(v1.unbind(-1), v2.unbind(-1), strict=True)
+    o = [((x * a[..., None, :] @ y) * b[..., None, :] * z).sum(-1) / total for a, b in pairs]
+    return torch.stack(o, -1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Triple and 2-simplicial attention against sums over pairs; quad attention as a reference."""
+"""Triple and 2-simplicial attention against sums over pairs; quad and Strassen attention as references."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from hla_kernels.trilinear.reference import product_attention, simplex2
+from hla_kernels.trilinear.reference import product_attention, simplex2, strassen_attention
 from hla_kernels.trilinear.window import simplex2_window
 from tests.helpers.first_order import HK, B, C, D, H, N, setting, turn
 from zoo.mixers import Context, build_mixer
@@ -75,6 +75,15 @@ def test_triple_and_quad_have_a_state_of_their_order():
         state = torch.einsum(f"{keys},bnhe->bh{letters}e", *(k for _, k in pairs[:order]), v) / N
         wanted = torch.einsum(f"bh{letters}e,{keys}->bnhe", state, *(q for q, _ in pairs[:order]))
         torch.testing.assert_close(product_attention(pairs[:order], v), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_strassen_attention_is_a_softmax_over_pairs():
+    q, k1, k2, v1, v2 = (3 * noise(B, 7, H, 4, seed=i) for i in range(5))
+    scores = [torch.einsum("bihd,bjhd->bhij", *t) for t in ((q, k1), (k1, k2), (q, k2))]
+    s = scores[0][..., :, :, None] + scores[1][..., None, :, :] + scores[2][..., :, None, :]
+    p = (0.5 * s).flatten(-2).softmax(-1).view_as(s)
+    wanted = torch.einsum("bhijk,bjhe,bkhe->bihe", p, v1, v2)
+    torch.testing.assert_close(strassen_attention(q, k1, k2, v1, v2, 0.5), wanted, rtol=1e-9, atol=1e-9)
 
 
 def allowed_pairs(grid: tuple[int, ...], prefix: int, suffix: int, radius: int) -> torch.Tensor:
