@@ -69,7 +69,7 @@ def test_commands_are_valid(line):
         config.from_command_line(SCHEMAS[name], rest)
 
 
-@pytest.mark.parametrize("page", ["quickstart", "own_network"])
+@pytest.mark.parametrize("page", ["quickstart", "own_network", "evaluate"])
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # without runs and tuned tables
     names: dict = {}
