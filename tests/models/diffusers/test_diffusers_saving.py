@@ -83,6 +83,9 @@ def test_a_folder_of_the_host_is_converted_on_loading(name, tmp_path):
     wanted.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is converted already"):
         cls.from_pretrained(tmp_path, conversions=[{"mixer": "la"}])
+    other = type(converted("sana" if name == "dit" else "dit", "la"))
+    with pytest.raises(ValueError, match=f"holds a {cls.__name__}, which {other.__name__} cannot load"):
+        other.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["dit", "pixart", "sana", "wan"])

@@ -140,16 +140,20 @@ class HLADiffusionModel(PeftAdapterMixin, Host):
     ) -> Self:
         """Load a converted model; with `conversions`, load a model of the host's class and convert it.
 
-        Raises ValueError for an unconverted model without `conversions`, and for a converted one with them.
+        Raises ValueError for a model of another class, an unconverted one without `conversions`, and a converted one
+        with them.
         """
         config = cls.load_config(path, **{k: v for k, v in kwargs.items() if k in HUB_KEYWORDS})
+        found = config.get("_class_name")
+        if found not in (None, cls.__name__, cls.host.__name__):
+            raise ValueError(f"{path} holds a {found}, which {cls.__name__} cannot load")
         if "conversions" in config:
             if conversions is not None:
                 raise ValueError(f"{path} is converted already; load it as it is and call zoo.convert on the model")
             return super().from_pretrained(path, **kwargs)
         if not conversions:
             raise ValueError(
-                f"{path} holds a {config.get('_class_name')} without mixers: give conversions, such as "
+                f"{path} holds a {found} without mixers: give conversions, such as "
                 'conversions=[{"mixer": "multipole"}]'
             )
         model = cls.host.from_pretrained(path, **kwargs)
