@@ -41,12 +41,12 @@ def added_column(col, y, ze, kept, power):
 
 
 @triton.jit
-def places(y_width: tl.constexpr, z_width: tl.constexpr, stride: tl.constexpr, YP: tl.constexpr, first,
-           BZ: tl.constexpr):  # fmt: skip
+def places(y_width: tl.constexpr, z_width: tl.constexpr, row: tl.constexpr, column: tl.constexpr,
+           YP: tl.constexpr, first, BZ: tl.constexpr):  # fmt: skip
     """Return the places of H, and which of them exist. A state is [D, Dz], [D, Dz + 1] with an extra channel of z, or
-    [D + 1, Dz] with one of y; stride: numbers per row."""
+    [D + 1, Dz] with one of y; row, column: distances between rows and between columns."""
     d, e = tl.arange(0, YP), first + tl.arange(0, BZ)
-    return d[:, None] * stride + e[None, :], (d < y_width)[:, None] & (e < z_width)[None, :]
+    return d[:, None] * row + e[None, :] * column, (d < y_width)[:, None] & (e < z_width)[None, :]
 
 
 @triton.jit
@@ -56,22 +56,22 @@ def no_state(YP: tl.constexpr, BZ: tl.constexpr):
 
 
 @triton.jit
-def get_state(ptr, y_width: tl.constexpr, z_width: tl.constexpr, stride: tl.constexpr, first, YP: tl.constexpr,
-              BZ: tl.constexpr, SCORED: tl.constexpr):  # fmt: skip
+def get_state(ptr, y_width: tl.constexpr, z_width: tl.constexpr, row: tl.constexpr, column: tl.constexpr, first,
+              YP: tl.constexpr, BZ: tl.constexpr, SCORED: tl.constexpr):  # fmt: skip
     """Load H and the row for the extra channel of y."""
-    place, exists = places(y_width, z_width, stride, YP, first, BZ)
-    h, row = tl.load(ptr + place, exists, other=0.0), tl.zeros([BZ], tl.float32)
+    place, exists = places(y_width, z_width, row, column, YP, first, BZ)
+    h, own = tl.load(ptr + place, exists, other=0.0), tl.zeros([BZ], tl.float32)
     if SCORED:
         e = first + tl.arange(0, BZ)
-        row = tl.load(ptr + y_width * stride + e, e < z_width, other=0.0)
-    return h, row
+        own = tl.load(ptr + y_width * row + e * column, e < z_width, other=0.0)
+    return h, own
 
 
 @triton.jit
 def put_state(ptr, state, y_width: tl.constexpr, z_width: tl.constexpr, stride: tl.constexpr, first, YP: tl.constexpr,
               BZ: tl.constexpr, SCORED: tl.constexpr):  # fmt: skip
-    """Store what `get_state` loads."""
-    place, exists = places(y_width, z_width, stride, YP, first, BZ)
+    """Store what `get_state` loads; stride: numbers per row."""
+    place, exists = places(y_width, z_width, stride, 1, YP, first, BZ)
     tl.store(ptr + place, state[0], exists)
     if SCORED:
         e = first + tl.arange(0, BZ)
@@ -235,18 +235,19 @@ def pairs_of(
 def outputs(
     TOKENS, EXTRAS, STATES, LAST, LOG2, BEFORE, OUT, OUT_EXTRA, REST, PARTNER, SUMS, at, partner_at, sizes, scale,
     eps, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr, WIDTHS: tl.constexpr, SIZES: tl.constexpr,
-    WZ: tl.constexpr, XP: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr, SCORED: tl.constexpr, VALUED: tl.constexpr,
-    DIVIDED: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr, INTRA: tl.constexpr, INNER: tl.constexpr,
-    EXACT: tl.constexpr, TF32: tl.constexpr,
+    HELD: tl.constexpr, WZ: tl.constexpr, XP: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
+    SCORED: tl.constexpr, VALUED: tl.constexpr, DIVIDED: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr,
+    INTRA: tl.constexpr, INNER: tl.constexpr, EXACT: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT of the tokens of a segment, the sum of the terms. sizes as in `states`.
 
-    STATES: a tensor per term, see `carry`; None: the segment is the whole sequence and begins at zero. LAST: a tensor
-    [B H, SIZE] per term, receives the state after all segments, or None. BEFORE: tokens laid out as OUT that are added,
-    or None. DIVIDED: divide OUT by OUT_EXTRA + eps, and store that divisor. INNER: OUT is a later operand. REST:
-    receives the rounding error of OUT. PARTNER: tokens p; SUMS [B H, segments, blocks, 3] receives Sum x_i, Sum i x_i
-    (i from the start of the segment), x_i the product of p_i and the part of the output from the states, and with
-    INTRA the sum of (i - j) w_ij over pairs in one chunk, for the gradient of the decay (see `launch`).
+    STATES: a tensor per term, see `carry`; None: the segment is the whole sequence and begins at zero. HELD: numbers
+    per segment, and between rows and columns, of each. LAST: a tensor [B H, SIZE] per term, receives the state after
+    all segments, or None. BEFORE: tokens laid out as OUT that are added, or None. DIVIDED: divide OUT by OUT_EXTRA +
+    eps, and store that divisor. INNER: OUT is a later operand. REST: receives the rounding error of OUT. PARTNER:
+    tokens p; SUMS [B H, segments, blocks, 3] receives Sum x_i, Sum i x_i (i from the start of the segment), x_i the
+    product of p_i and the part of the output from the states, and with INTRA the sum of (i - j) w_ij over pairs in one
+    chunk, for the gradient of the decay (see `launch`).
     """
     N, heads, segments, length = sizes[0], sizes[1], sizes[2], sizes[3]
     bh, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
@@ -259,10 +260,10 @@ def outputs(
     if VALUED:
         ptr = OUT_EXTRA
         if STATES is not None:
-            ptr = STATES[0] + (bh.to(tl.int64) * segments + segment) * SIZES[0] + WZ
+            ptr = STATES[0] + (bh.to(tl.int64) * segments + segment) * HELD[0][0] + WZ * HELD[0][2]
         col = extras(
-            TOKENS, EXTRAS, ptr, LOG2, OUT_EXTRA, at, sizes, scale, eps, X[0], Y[0], Z[0], WIDTHS[0], E, XP[0], C,
-            STATES is not None, DIVIDED, REVERSE, FRAME, TF32,
+            TOKENS, EXTRAS, ptr, LOG2, OUT_EXTRA, at, sizes, scale, eps, X[0], Y[0], Z[0], WIDTHS[0], HELD[0][1], XP[0],
+            C, STATES is not None, DIVIDED, REVERSE, FRAME, TF32,
         )  # fmt: skip
         if LAST is not None:
             d = tl.arange(0, XP[0])
@@ -278,8 +279,8 @@ def outputs(
         if STATES is None:
             held = held + (no_state(XP[m], BZ),)  # type: ignore[assignment]  # noqa: RUF005
         else:
-            ptr = STATES[m] + (bh.to(tl.int64) * segments + segment) * SIZES[m]
-            one = get_state(ptr, WIDTHS[m], WZ, E, first, XP[m], BZ, SCORED[m])
+            ptr = STATES[m] + (bh.to(tl.int64) * segments + segment) * HELD[m][0]
+            one = get_state(ptr, WIDTHS[m], WZ, HELD[m][1], HELD[m][2], first, XP[m], BZ, SCORED[m])
             held = held + (one,)  # type: ignore[assignment]  # noqa: RUF005
     # outputs are contiguous [B, N, H, Dz]
     stride = heads.to(tl.int64) * WZ

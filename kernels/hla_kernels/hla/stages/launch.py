@@ -33,6 +33,20 @@ class Tokens(NamedTuple):
 Term = tuple[Tokens, Tokens, Tokens]
 
 
+class Held(NamedTuple):
+    """States [B H, segments, rows, columns] of Sum y_j z_j', or if transposed of Sum z_j y_j'; None: zero."""
+
+    states: Tensor | None
+    rows: int
+    columns: int
+    transposed: bool = False
+
+    @property
+    def distances(self) -> tuple[int, int]:
+        """Numbers between rows and between columns of Sum y_j z_j'."""
+        return (1, self.columns) if self.transposed else (self.columns, 1)
+
+
 class Sums:
     """Numbers for the gradient of the log-decay, collected from the launches of a backward."""
 
@@ -65,6 +79,7 @@ class Pass:
         self.heads, self.log2, self.within, self.scale, self.frame = heads, log2, within, scale, frame
         self.exact = log2 is not None
         self.sums: Sums | None = None
+        self.entered: list[tuple[tuple, Tokens, Tokens, Held]] = []  # direction and segments, y, z, their states
 
     def run(
         self, *terms: Term, reverse: bool = False, extra: bool = False, eps: float | None = None,
@@ -114,15 +129,13 @@ class Pass:
         sizes = (n, self.heads, p.segments, p.tokens)
         widths = tuple(x.x.shape[3] for x, _, _ in terms)
         shapes = [(w + s, width + e) for w, s, e in zip(widths, scored, valued, strict=True)]
-        held = None if first is None else tuple(first)
+        before_all = [None] * len(terms) if first is None else first
+        held = [Held(x, *shape) for x, shape in zip(before_all, shapes, strict=True)]
         if p.segments > 1 or self.frame:
-            held = tuple(
-                self._entering(
-                    given, at, sizes, index[1][m], index[2][m], t, shapes[m], None if first is None else first[m],
-                    reverse,
-                )
+            held = [
+                self._entering(given, at, sizes, index[1][m], index[2][m], t, shapes[m], before_all[m], reverse)
                 for m, t in enumerate(terms)
-            )  # fmt: skip
+            ]
         after = None
         if last is not None:
             after = tuple(torch.empty((b, self.heads, *x), dtype=torch.float32, device=z.device) for x in shapes)
@@ -134,10 +147,12 @@ class Pass:
         many = exact or (partner is not None and (pairs or reverse))
         launch(
             outputs, (b * self.heads * p.segments, p.blocks),
-            *given, held, after, self.within, None if before is None else before.x, out, out_extra, rest, partner,
-            found, at, None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0],
-            Y=index[1], Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes), WZ=width,
-            XP=tuple(map(padded, widths)), BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued),
+            *given, None if held[0].states is None else tuple(x.states for x in held), after, self.within,
+            None if before is None else before.x, out, out_extra, rest, partner, found, at,
+            None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
+            Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes),
+            HELD=tuple((x.rows * x.columns, *x.distances) for x in held), WZ=width, XP=tuple(map(padded, widths)),
+            BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued),
             DIVIDED=eps is not None, REVERSE=reverse, FRAME=self.frame > 0,
             INTRA=pairs and partner is not None and not self.frame, INNER=inner, EXACT=self.exact, TF32=tf32,
             **warps(max(width, *widths), many, 1 if tf32 else 2),
@@ -153,9 +168,14 @@ class Pass:
     def _entering(
         self, given: tuple, at: tuple[int, ...], sizes: tuple[int, ...], y: int, z: int, term: Term,
         shape: tuple[int, int], first: Tensor | None, reverse: bool,
-    ) -> Tensor:  # fmt: skip
-        """Return the states of `shape` that enter the segments, [B H, segments, SIZE]."""
-        segments, frame = sizes[2], self.frame > 0
+    ) -> Held:  # fmt: skip
+        """Return the states of `shape` that enter the segments, an earlier launch's or its transpose if it has them."""
+        segments, frame, key = sizes[2], self.frame > 0, (reverse, *sizes[2:])
+        for other, own_y, own_z, x in self.entered:
+            for (first_of, second_of), (rows, columns) in ((term[1:], shape), (term[:0:-1], shape[::-1])):
+                same = other == key and own_y is first_of and own_z is second_of
+                if same and x.rows >= rows and x.columns >= columns:
+                    return x._replace(transposed=first_of is not term[1])
         wy, wz = term[1].x.shape[3], term[2].x.shape[3]
         size, scored, valued = shape[0] * shape[1], shape[0] > wy, shape[1] > wz
         bh, block = term[0].x.shape[0] * self.heads, min(64, padded(wz))
@@ -170,7 +190,8 @@ class Pass:
             carry, (bh, triton.cdiv(size, 1024)),
             self.log2, found, first, sizes, SIZE=size, REVERSE=reverse, FRAME=frame, BS=1024, num_warps=4,
         )  # fmt: skip
-        return found
+        self.entered.append((key, *term[1:], Held(found, *shape)))
+        return self.entered[-1][3]
 
 
 def _place(tokens: list[Tokens], t: Tokens) -> int:

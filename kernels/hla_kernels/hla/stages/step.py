@@ -17,7 +17,7 @@ def stage(x, y, z, ze, IN, OUT, g, scale, D: tl.constexpr, WZ: tl.constexpr, DP:
     """Return s H'x and its extra channel, and store H'. IN, OUT: states [D, Dz], or [D, Dz + 1] if EXTRA; ze: the extra
     channel of z."""
     stride: tl.constexpr = WZ + 1 if EXTRA else WZ
-    place, exists = places(D, WZ, stride, DP, 0, ZP)
+    place, exists = places(D, WZ, stride, 1, DP, 0, ZP)
     h = tl.load(IN + place, exists, other=0.0) * g + y[:, None] * z[None, :]
     tl.store(OUT + place, h, exists)
     more = 0.0

@@ -74,10 +74,10 @@ def walk(
     if FIRST is not None:
         FIRST += bh.to(tl.int64) * SIZE
         if KEYS:
-            s, _ = get_state(FIRST, D, D, D, 0, DP, DP, False)
+            s, _ = get_state(FIRST, D, D, D, 1, 0, DP, DP, False)
         if VALUES:
-            p, _ = get_state(FIRST + p_at, D, DV, DV, first, DP, BZ, False)
-        last, _ = get_state(FIRST + last_at, D, DV, DV, first, DP, BZ, False)
+            p, _ = get_state(FIRST + p_at, D, DV, DV, 1, first, DP, BZ, False)
+        last, _ = get_state(FIRST + last_at, D, DV, DV, 1, first, DP, BZ, False)
     if KEYS:
         last = tl.trans(last)
     stride = heads.to(tl.int64) * DV
