@@ -129,7 +129,7 @@ def test_unreadable_images_are_replaced_counted_and_limited(make_folder, tmp_pat
     data = {"source": "folder", "train": str(root), "val": str(root), "batch_size": 40}
     result = ClassificationRun(tiny(tmp_path / "run", data=data)).train()
     assert result["train_unreadable"] == 1 and result["unreadable"] == 1 and result["images"] == 119
-    assert "skipped 1 unreadable images, such as number 7" in capfd.readouterr().out
+    assert "skipped unreadable images, 1 so far, such as a/007.png" in capfd.readouterr().out
     (root / "b" / "003.png").write_bytes(b"not an image")
     with pytest.raises(ValueError, match=r"2 of 120 images cannot be read; at most 1% may be unreadable"):
         ClassificationRun(tiny(tmp_path / "run2", data=data)).train()

@@ -67,7 +67,7 @@ class CachedImages:
     ) -> None:
         images, labels, read = shared((source, spec), lambda: decoded(source, spec, workers))
         self.images, self.labels, self.read = images.to(device), labels.to(device), read
-        self.augment, self.seed, self.device = augment, seed, device
+        self.source, self.augment, self.seed, self.device = source, augment, seed, device
         self.mean = torch.tensor(spec.mean, device=device).view(3, 1, 1)
         self.std = torch.tensor(spec.std, device=device).view(3, 1, 1)
 

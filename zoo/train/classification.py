@@ -46,7 +46,7 @@ class ClassificationRun(TrainingRun[Batch]):
     def set_up(self) -> None:
         settings = replace(self.settings, model=self.model_settings)
         self.setup = setup = set_up(settings, self.accelerator)
-        self.model, self.plan = setup.model, setup.plan
+        self.model, self.plan, self.image_name = setup.model, setup.plan, setup.train_images.source.name
         self.header = header_of(setup.recipe)
         epoch, run = self.plan.steps_per_epoch, settings.run
         self.last_step = settings.schedule.epochs * epoch

@@ -66,6 +66,7 @@ class TrainingRun(ABC, Generic[B]):
     every: dict[str, list[int]]
     metric: tuple[str, str]
     header: dict[str, str]
+    image_name: Callable[[int], str] = "number {}".format  # of a training image, for messages
 
     def __init__(self, settings: AnySettings) -> None:
         self.settings = settings
@@ -331,8 +332,7 @@ class TrainingRun(ABC, Generic[B]):
         new = set(batch.unreadable()) - self.bad
         if new:
             self.bad |= new
-            such, total = f"such as number {min(new)}", f"{len(self.bad)} so far"
-            print(f"skipped {len(new)} unreadable images, {such}; {total}", flush=True)
+            print(f"skipped unreadable images, {len(self.bad)} so far, such as {self.image_name(min(new))}", flush=True)
             check_unreadable(len(self.bad), self.plan.n_images)
 
     def _training_row(self, steps: int, seconds: float, memory: dict[str, float]) -> Row:
