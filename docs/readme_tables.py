@@ -165,8 +165,11 @@ def main() -> int:
     if not check and (ROOT / "docs" / "results" / "quality.json").is_file():
         draw()
     changed = [file for file, text in written().items() if not file.is_file() or file.read_text() != text]
-    for file in changed if not check else []:
-        file.write_text(written()[file])
+    for file in changed:
+        if check:
+            print(f"{file.relative_to(ROOT)} is not what its results give: run python docs/readme_tables.py")
+        else:
+            file.write_text(written()[file])
     return int(check and bool(changed))
 
 

@@ -33,7 +33,10 @@ def check_name(kind: str, name: Any, allowed: Sequence[str]) -> None:
     if isinstance(name, str) and name in allowed:
         return
     got = repr(name) if isinstance(name, str | int | None) else f"of type {type(name).__name__}"
-    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5) if isinstance(name, str) else []
+    near = []
+    if isinstance(name, str):
+        longer = sorted((n for n in allowed if name and n.startswith(name)), key=len)
+        near = longer[:1] or difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"Unknown {kind} {got}: {hint}allowed are {', '.join(map(repr, allowed))}.")
 

@@ -56,6 +56,7 @@ def test_head_dim_at_the_limit():
 
 BAD_OPTIONS = {
     "feature_map": ({"feature_map": "rleu"}, "did you mean 'relu'"),
+    "beginning of a feature_map": ({"feature_map": "elu"}, "did you mean 'elu1'"),
     "feature_map_far": ({"feature_map": 3}, "allowed are 'identity'"),
     "feature_map_function": ({"feature_map": torch.relu}, "of type builtin_function_or_method: allowed are"),
     "center": ({"center": "kq"}, "did you mean"),
