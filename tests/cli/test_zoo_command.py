@@ -56,6 +56,8 @@ def test_lists(capsys):
     lines = cli.main(["list", "options", "flare"])
     assert "  rank (int, default 64)" in lines and "number of learned latents per head" in "".join(lines)
     assert len(cli.main(["list", "options"])) > len(lines)
+    names = {line.split()[0] for line in cli.main(["list", "options", "mhla"]) if line.startswith("  ")}
+    assert "post_norm" in names and not names & {"center", "decay"}  # which it refuses
     with pytest.raises(ValueError, match="Did you mean 'flare'"):
         cli.main(["list", "options", "flar"])
     with pytest.raises(ValueError, match="Did you mean 'configs'"):

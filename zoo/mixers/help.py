@@ -33,7 +33,9 @@ def options_help(mixer: str) -> list[str]:
     kind = MIXERS[mixer]
     docs = field_docs(type(kind.defaults))
     lines = [f"mixer_options of {mixer}:", *help_lines((inspect.getdoc(kind) or "").split("\n\n")[0])]
-    for f in fields(kind.defaults):
+    two_sided = ("causal", "decay") if getattr(kind.defaults, "two_sided", False) else ()
+    hidden = (*getattr(kind.defaults, "refused", ()), *two_sided)
+    for f in (f for f in fields(kind.defaults) if f.name not in hidden):
         default = getattr(kind.defaults, f.name)
         lines += [f"  {f.name} ({type_name(f.type)}, default {default!r})", *help_lines(docs[f.name])]
     return lines

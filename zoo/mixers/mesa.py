@@ -20,15 +20,13 @@ class MesaOptions(MixerOptions):
     """
 
     two_sided = True
+    refused = ("normalize", "center", "mean_path")
 
     ridge: float = 0.1
 
     def __post_init__(self) -> None:
         if not is_number(self.ridge) or not 0 < self.ridge < math.inf:
             raise ValueError(f"ridge must be a positive number, since mesa inverts K'K + lambda I, got {self.ridge!r}")
-        for name in ("normalize", "center", "mean_path"):
-            if getattr(self, name):
-                raise ValueError(f"mesa has no option {name}, got {name}={getattr(self, name)!r}")
         super().__post_init__()
 
 

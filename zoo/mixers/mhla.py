@@ -30,6 +30,8 @@ class BlockOptions(BlockedOptions):
     per_head: one mixing matrix per head instead of one for all heads
     """
 
+    refused = ("center", "mean_path", "decay", "ridge")
+
     order: str = "la"
     mixing: str = "softmax"
     prior: str = "linear"
@@ -41,9 +43,6 @@ class BlockOptions(BlockedOptions):
                 raise unknown_name(name, getattr(self, name), allowed)
         if not isinstance(self.per_head, bool) or (self.per_head and self.mixing == "fixed"):
             raise ValueError(f"per_head must be True or False, and False for mixing='fixed', got {self.per_head!r}")
-        for name in ("center", "mean_path", "decay", "ridge"):
-            if getattr(self, name):
-                raise ValueError(f"block mixing has no option {name}, got {name}={getattr(self, name)!r}")
         if self.causal == "frame" and self.order != "la":
             raise ValueError(f"block mixing with causal='frame' is for order='la', got {self.order!r}")
         if self.scan != "forward":

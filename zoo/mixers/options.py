@@ -103,6 +103,7 @@ class MixerOptions(LocalOptions):
     """
 
     two_sided: ClassVar[bool] = False  # whether causal=True is an error
+    refused: ClassVar[tuple[str, ...]] = ()  # inherited options that the mixer does not have
 
     feature_map: str = "power"
     exponent: float = 3.0
@@ -120,6 +121,9 @@ class MixerOptions(LocalOptions):
     def __post_init__(self) -> None:
         if self.causal and self.two_sided:
             raise ValueError(f"this mixer is two-sided only; causal=True is for {', '.join(_causal_mixers())}")
+        for name in self.refused:
+            if getattr(self, name):
+                raise ValueError(f"this mixer has no option {name}, got {name}={getattr(self, name)!r}")
         for name in ("normalize", "mean_path", "post_norm", "gate", "gains"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -26,12 +26,7 @@ class ProductOptions(MixerOptions):
     """
 
     two_sided = True
-
-    def __post_init__(self) -> None:
-        for name in ("center", "mean_path"):
-            if getattr(self, name):
-                raise ValueError(f"products of moments have no option {name}, got {name}={getattr(self, name)!r}")
-        super().__post_init__()
+    refused = ("center", "mean_path")
 
 
 @dataclass(frozen=True)
