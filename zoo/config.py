@@ -164,10 +164,18 @@ def from_tree(schema: type[T], tree: Tree, prefix: str = "", whole: type | None 
 def _suggestions(key: str, prefix: str, whole: type) -> list[str]:
     """Suggest keys for an unknown one of the section `prefix`: keys of the same name in other sections, or else the
     nearest key of the section."""
-    keys = leaves(whole())
+    keys = _all_keys(whole)
     same = [name for name in keys if name.rpartition(".")[2] == key]
     here = {name.removeprefix(prefix): name for name in keys if name.startswith(prefix)}
     return same or [here[name] for name in nearest(key, here)]
+
+
+def _all_keys(schema: type, prefix: str = "") -> list[str]:
+    keys = []
+    for name, hint in typing.get_type_hints(schema).items():
+        section = dataclasses.is_dataclass(hint)
+        keys += _all_keys(typing.cast(type, hint), f"{prefix}{name}.") if section else [prefix + name]
+    return keys
 
 
 def to_tree(config: object) -> Tree:
