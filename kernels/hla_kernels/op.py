@@ -144,10 +144,18 @@ def unverified(call: AnyCall, shared: bool = False) -> Fault | None:
     """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`).
     shared: the kernels of tokens shared by ranks run."""
     index = call.q.device.index
-    if is_shipped(index) or not call.q.shape[0]:  # a batch of no samples launches nothing
+    if is_shipped(_family(call), index) or not call.q.shape[0]:  # a batch of no samples launches nothing
         return None
     form = trial_of(call)
     return fault(shared_trial(form) if shared and form else form, index)
+
+
+def _family(call: AnyCall) -> str:
+    """Return the family of the kernels of a call, as in `verify.SHIPPED`."""
+    if isinstance(call, Call):
+        return "causal" if call.options.causal else "two-sided"
+    named = {delta_call.DeltaCall: "delta", block_call.BlockCall: "mhla", AdaptiveCall: "adaptive_multipole"}
+    return named.get(type(call), "none")
 
 
 def loses_kernels(call: AnyCall) -> bool:

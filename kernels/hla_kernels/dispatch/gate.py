@@ -41,7 +41,7 @@ def trusted(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], size
 
 
 def _reason(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, ...]) -> str | None:
-    if (reason := why_no_kernels(device)) or is_shipped(device.index):
+    if (reason := why_no_kernels(device)) or is_shipped("features", device.index):
         return reason
     # ranges have constant lengths while dynamo traces dynamic shapes
     return fault((op, dtypes, tuple([len(range(x)) for x in sizes])), device.index)

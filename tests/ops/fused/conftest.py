@@ -22,7 +22,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(verify, "capability", lambda index: MACHINE.capability)
     monkeypatch.setattr(forms, "KNOWN", {})
     for module in (op, gate):
-        monkeypatch.setattr(module, "is_shipped", lambda index: False)
+        monkeypatch.setattr(module, "is_shipped", lambda *_: False)
     monkeypatch.setattr(op, "why_not_triton", lambda call: None)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -228,14 +228,26 @@ def test_a_wrong_selection_is_noticed(monkeypatch, select):
 
 def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(verify, "SHIPPED", {("3.6", "12.8", (9, 0))})
+    monkeypatch.setattr(verify, "SHIPPED", {"mhla": {("3.6", "12.8", (9, 0))}})
     for triton, ptxas, capability, known in (
         ("3.6.0", "12.8", (9, 0), True), ("3.8.0", "12.9", (9, 0), False), ("3.6.0", "13.4", (9, 0), False),
         ("3.6.0", "12.8", (8, 0), False),
     ):  # fmt: skip
         machine = verify.Machine("a GPU", capability, triton, ptxas)
         monkeypatch.setattr(verify, "machine", lambda index, machine=machine: machine)
-        assert verify.is_shipped(0) == known
+        assert verify.is_shipped("mhla", 0) == known and not verify.is_shipped("causal", 0)
+
+
+def test_calls_have_the_families_that_are_shipped():
+    q = torch.randn(1, 16, 2, 16)
+    calls = {
+        "two-sided": op.prepare("hla2", q, q, q), "causal": op.prepare("hla2", q, q, q, causal=True),
+        "delta": op.delta_call.prepare(q, q, q),
+        "adaptive_multipole": op.PREPARE["adaptive_multipole"](q, q, q, grid=(4, 4)),
+        "mhla": op.block_call.prepare(q, q, q, torch.ones(4, 4), grid=(4, 4), blocks=(2, 2)),
+    }  # fmt: skip
+    assert [op._family(call) for call in calls.values()] == list(calls)
+    assert set(verify.SHIPPED) <= {*calls, "features"}
 
 
 @pytest.mark.parametrize("feature_map", (None, "relu", "elu1"))

@@ -70,7 +70,7 @@ def test_features_and_their_gradients(monkeypatch, name, center, layout):
 def test_features_that_are_softmaxes(monkeypatch, name, kind):
     """They are tokens of the kernels; padding holds NaN, and gets zeros."""
     monkeypatch.setattr(op, "why_not_triton", lambda call: None)
-    monkeypatch.setattr(op, "is_shipped", lambda index: True)
+    monkeypatch.setattr(op, "is_shipped", lambda *_: True)
     x = [torch.randn(2, 35, h, d).to(FULL) for h, d in ((4, 24), (2, 24), (2, 16))]
     grad, mask, options = torch.randn(2, 35, 4, 16), torch.rand(2, 35) < 0.7, {"feature_map": name, "normalize": True}
     if kind == "mask":
@@ -92,7 +92,7 @@ def test_features_that_are_softmaxes(monkeypatch, name, kind):
 
 def test_packed_tensors_with_features_that_are_softmaxes(monkeypatch):
     monkeypatch.setattr(op, "why_not_triton", lambda call: None)
-    monkeypatch.setattr(op, "is_shipped", lambda index: True)
+    monkeypatch.setattr(op, "is_shipped", lambda *_: True)
     qkv, options = torch.randn(1, 20, 3, 2, 16), {"feature_map": "softmax_pair", "normalize": True, "impl": "triton"}
     separate = hk.linear_attention(*qkv.unbind(2), **options)
     assert torch.equal(hk.linear_attention_qkvpacked(qkv, **options), separate)
