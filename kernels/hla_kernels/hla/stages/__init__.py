@@ -4,7 +4,8 @@ A sequence is divided into segments of chunks of 64 tokens. If there are several
 of each, and another one carries states from segment to segment, from the state of the call if there is one; then one
 program per segment walks over its chunks with the state in registers. Frames (causal="frame") are segments whose tokens
 read the state after their frame; a decay acts from frame to frame. The backward has the same sums, over earlier and
-over later tokens. No atomics. In products, the computed factor is the second operand (see `tiles`).
+over later tokens; two of them whose states are each other's transpose share one. No atomics. In products, the computed
+factor is the second operand (see `tiles`).
 
 Some calls without a backward are one launch, which walks through all stages at once (`walk`).
 
