@@ -33,17 +33,14 @@ def simplex2(
 
 
 def strassen_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, scale: float) -> Tensor:
-    """Compute Strassen attention in O(N^3) time and O(N^2) memory: Dv + 1 products of N x N matrices per head.
+    """Compute Strassen attention in O(N^3) time and, without gradients, O(N^2) memory, arXiv 2501.19215, section 3.
 
-    With X_ij = exp(s q_i.k1_j), Y_jk = exp(s k1_j.k2_k), Z_ik = exp(s q_i.k2_k), the numerator of channel d is the row
-    sum of (X diag(v1_d) Y diag(v2_d)) * Z, and the denominator that with v1 = v2 = 1. Each row of X and Z is divided
-    by its maximum, Y by the maximum of the matrix, which leaves the output unchanged. arXiv 2501.19215, section 3.
+    The weights of one query at a time, a softmax over pairs (j, k) of scale (q_i.k1_j + k1_j.k2_k + k2_k.q_i).
     """
     q, k1, k2, v1, v2 = (t.transpose(1, 2) for t in (q, k1, k2, v1, v2))  # [B, H, N, D]
     x, y, z = (scale * a @ b.mT for a, b in ((q, k1), (k1, k2), (q, k2)))
-    x, z = ((t - t.amax(-1, keepdim=True)).exp() for t in (x, z))
-    y = (y - y.amax((-2, -1), keepdim=True)).exp()
-    total = ((x @ y) * z).sum(-1)
-    pairs = zip(v1.unbind(-1), v2.unbind(-1), strict=True)
-    o = [((x * a[..., None, :] @ y) * b[..., None, :] * z).sum(-1) / total for a, b in pairs]
-    return torch.stack(o, -1).transpose(1, 2)
+    o = torch.empty_like(v1)
+    for i in range(o.shape[2]):
+        p = (x[:, :, i, :, None] + y + z[:, :, i, None, :]).flatten(-2).softmax(-1).view_as(y)
+        o[:, :, i] = (v1 * (p @ v2)).sum(2)
+    return o.transpose(1, 2)

@@ -77,13 +77,18 @@ def test_triple_and_quad_have_a_state_of_their_order():
         torch.testing.assert_close(product_attention(pairs[:order], v), wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_strassen_attention_is_a_softmax_over_pairs():
-    q, k1, k2, v1, v2 = (3 * noise(B, 7, H, 4, seed=i) for i in range(5))
+@pytest.mark.parametrize("size", [1, 100])
+def test_strassen_attention_is_a_softmax_over_pairs(size):
+    """Scores of tens of thousands included, whose exponentials are infinite."""
+    q, k1, k2, v1, v2 = (size * noise(B, 7, H, 4, seed=i).requires_grad_() for i in range(5))
     scores = [torch.einsum("bihd,bjhd->bhij", *t) for t in ((q, k1), (k1, k2), (q, k2))]
     s = scores[0][..., :, :, None] + scores[1][..., None, :, :] + scores[2][..., :, None, :]
     p = (0.5 * s).flatten(-2).softmax(-1).view_as(s)
     wanted = torch.einsum("bhijk,bjhe,bkhe->bihe", p, v1, v2)
-    torch.testing.assert_close(strassen_attention(q, k1, k2, v1, v2, 0.5), wanted, rtol=1e-9, atol=1e-9)
+    found = strassen_attention(q, k1, k2, v1, v2, 0.5)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad((o / size**2).cos().sum(), (q, k1, k2, v1, v2)) for o in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-9)
 
 
 def allowed_pairs(grid: tuple[int, ...], prefix: int, suffix: int, radius: int) -> torch.Tensor:
