@@ -19,15 +19,31 @@ RUNS = (
 ARENA, SPEEDS = RESULTS / "arena.json", RESULTS / "arena-speed.json"
 BETTER = {"top1": 1, "validation loss": -1, "validation loss of the average": -1}  # measure -> sign of a good one
 SOURCES = ("scratch", "converted", "control")  # of the weights that a run starts from
-STATES = {  # causal class -> numbers that it keeps of earlier tokens, without vectors
+STATES = {  # class or base class -> numbers that are kept of earlier tokens, or of all tokens, without vectors
     "Softmax": "2 N D",
+    "LinearAttention": "D^2",
     "HLA2": "2 D^2",
     "AHLA": "2 D^2",
     "HLA3": "3 D^2",
+    "Polynomial": "5 D^2",
     "SecondOrderBlockMixer": "3 M D^2",
     "BlockMixer": "M D^2",
+    "Mesa": "2 D^2",
+    "Resolvent": "2 D^2",
+    "Strassen": "2 D^2",
+    "Multilinear": "L D^2",
+    "Triple": "width D^2",
+    "Simplex2": "4 N D",
+    "Efficient": "D^2",
+    "Performer": "R D",
+    "Rfa": "2 R D",
+    "Flare": "M D",
+    "Linformer": "2 M D",
+    "Nystrom": "2 M D",
+    "Mega": "2 N D",
     "DeltaMixer": "D^2",
-    "LinearAttention": "D^2",
+    "Taylor2": "D^2 (D + 1) / 2",
+    "Multipole": "2 N D",
 }
 Contests = dict[str, dict[str, float]]  # name of a contest -> mixer -> score, more is better
 
@@ -52,8 +68,8 @@ Written by `docs/readme_tables.py` from the classes in `zoo/mixers`, whose docst
 `docs/results`. N tokens, D channels per head, ' the transpose, phi the feature map, A = phi(Q) phi(K)'.
 
 - Order: causal is `causal=True` (`softmax`: what the host asks for), frame-causal `causal="frame"` (delta rules:
-  `scan="frame"`). Causal state: numbers per head that are kept of earlier tokens, without vectors of D numbers; M
-  blocks.
+  `scan="frame"`). State: numbers per head, without vectors of D numbers, that are kept of earlier tokens by a causal
+  form; without one, what a query reads of all tokens. M blocks, latents or means, R random features.
 - Tokens: whether they need a grid; "any" includes sets of points. Shared: whether devices can share the tokens.
 - Implementation: for usual two-sided calls on CUDA in 16 bits ([details](mixers.md#triton-kernels)).
 - Best in: experiments of [the results](results/index.md) with the best mean of all mixers but softmax, without softmax
@@ -64,7 +80,7 @@ Written by `docs/readme_tables.py` from the classes in `zoo/mixers`, whose docst
 Options: [mixers and hosts](mixers.md). Quality: [measurements](measurements.md).
 """
 COLUMNS = (
-    "name", "what", "multiplications per head", "order", "causal state", "tokens", "rotary", "shared", "implementation",
+    "name", "what", "multiplications per head", "order", "state", "tokens", "rotary", "shared", "implementation",
     "best in", "source",
 )  # fmt: skip
 
@@ -111,13 +127,12 @@ def row(name: str, kind: type[Mixer], won: list[str]) -> list[str]:
     """Make the row of a mixer."""
     title = " ".join((kind.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
     first = re.sub(r"([|*])", r"\\\1", title)
-    cost, orders = found(COST, kind)[:1] or ["-"], order(name, kind)
-    state = of_class(STATES, kind) if "causal" in orders else "-"
+    cost = found(COST, kind)[:1] or ["-"]
     flags = ["yes" if flag else "-" for flag in (kind.takes_rotations, kind.shares_tokens or name == "softmax")]
     tokens = "grid" if kind.defaults.needs_grid else "any"
     sources = ", ".join(map(link, found(SOURCE, kind))) or "own"
-    form = of_class(FORMS, kind)
-    return [f"`{name}`", first, *cost, orders, state, tokens, *flags, form, ", ".join(won) or "-", sources]
+    state, form = of_class(STATES, kind), of_class(FORMS, kind)
+    return [f"`{name}`", first, *cost, order(name, kind), state, tokens, *flags, form, ", ".join(won) or "-", sources]
 
 
 def of_class(table: dict[str, str], kind: type) -> str:
