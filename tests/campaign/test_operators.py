@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hla_kernels.blockmix import operator
+from hla_kernels.dispatch import verify
 from tests.campaign import dense, operators
 from tests.campaign.calls import LINEAR, OPS, Call, draw, tensors
 
@@ -145,6 +146,7 @@ def test_magnitudes_are_no_smaller_than_what_they_bound(call):
 FAILED = [
     Call("hla3", "float16", 1, 2, 2, 2, 64, 64, seed=1233934628, layout="packed", mean=0.5,
          options={"feature_map": "identity", "scale": 1 / 64, "q_scale": 1 / 8}, extra={"lengths": [1, 0, 1]}),
+    Call("polynomial", "bfloat16", 1, 197, 1, 1, 128, 96, seed=1539185450, options={"center": "qk"}),
 ]  # fmt: skip
 
 
@@ -152,7 +154,8 @@ FAILED = [
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here")
 @pytest.mark.parametrize("call", FAILED, ids=lambda call: f"{call.op}-{call.seed}")
 def test_calls_that_failed_on_a_gpu(call):
-    """Of hla3: its operator, of numbers below 2**-18, was rounded to float16."""
+    """Of hla3: its operator, of numbers below 2**-18, was rounded to float16. Of polynomial: tiles of values were cut
+    otherwise than those of keys, and did not compile."""
     assert operators.check(call, "cuda") == ""
 
 
@@ -164,6 +167,16 @@ def test_random_calls_on_a_gpu(seed):
     """2,000 in all; a failure that is found becomes one of FAILED."""
     figures = operators.attack(seed, 100, 900.0, "cuda")
     assert figures.failures == [] and figures.calls == 100
+
+
+def test_a_failed_first_use_check_is_a_failure(monkeypatch):
+    def run(call, x):
+        verify.VERDICTS["form"] = verify.Fault("two runs differ")
+        return []
+
+    monkeypatch.setattr(verify, "VERDICTS", {"another": verify.Fault("it was there before"), "good": None})
+    monkeypatch.setattr(operators, "run", run)
+    assert operators.check(CALL, "cpu") == "two runs differ"
 
 
 @pytest.mark.parametrize("changes", [{"options": CALL.options | {"feature_map": "rleu"}}, {"impl": "triton"}])
