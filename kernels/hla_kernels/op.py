@@ -144,7 +144,8 @@ def unverified(call: AnyCall, shared: bool = False) -> Fault | None:
     """Return the reason not to trust the Triton form of a supported call on its device, or None (`dispatch.verify`).
     shared: the kernels of tokens shared by ranks run."""
     index = call.q.device.index
-    if is_shipped(_family(call), index) or not call.q.shape[0]:  # a batch of no samples launches nothing
+    shipped = is_shipped(_family(call), index, call.q.shape[-1], call.v.shape[-1])
+    if shipped or not call.q.shape[0]:  # a batch of no samples launches nothing
         return None
     form = trial_of(call)
     return fault(shared_trial(form) if shared and form else form, index)

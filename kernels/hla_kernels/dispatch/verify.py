@@ -1,10 +1,10 @@
 """First-use check of the Triton forms.
 
-A form (operator, options, widths, dtype) on a machine (GPU, versions of Triton and ptxas) is verified if
-the GPU tests passed there (`SHIPPED`), if an earlier process checked it (`cache_file`), or by its check: the first call
-runs it twice on a small seeded input, compares the bits, and compares the results with the torch form. A check that
-fails, or that cannot compile or launch, is a `Fault`: `impl="auto"` then uses the torch form with one warning,
-`impl="triton"` raises. The environment variable HLA_KERNELS_VERIFY=0 turns checks off.
+A form (operator, options, widths, dtype) on a machine (GPU, versions of Triton and ptxas) is verified if the GPU tests
+passed there and cover its channels (`SHIPPED`, `CHANNELS`), if an earlier process checked it (`cache_file`), or by its
+check: the first call runs it twice on a small seeded input, compares the bits, and compares the results with the torch
+form. A check that fails, or that cannot compile or launch, is a `Fault`: `impl="auto"` then uses the torch form with
+one warning, `impl="triton"` raises. The environment variable HLA_KERNELS_VERIFY=0 turns checks off.
 
 Some forms of this package are faults without a check.
 """
@@ -38,7 +38,11 @@ SWITCH = "HLA_KERNELS_VERIFY"
 # family of kernels -> (Triton, its ptxas, compute capability) where all of its GPU tests passed with today's kernels;
 # a family whose kernels change is removed
 H200 = ("3.6", "12.8", TESTED)
-SHIPPED = {"two-sided": {H200}, "mhla": {H200}, "delta": {H200}, "adaptive_multipole": {H200}}
+SHIPPED = {
+    "two-sided": {H200}, "causal": {H200}, "mhla": {H200}, "delta": {H200}, "adaptive_multipole": {H200},
+    "features": {H200},
+}  # fmt: skip
+CHANNELS = (64, 72, 128)  # per head, of queries and values alike, that those tests cover with every option
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # relative L2 error against the torch form
 WARNED: set[str] = set()
 VERDICTS: dict[tuple, Fault | None] = {}
@@ -104,11 +108,13 @@ def package() -> str:
 
 
 @traced_as_constant
-def is_shipped(family: str, index: int | None) -> bool:
-    """Whether all GPU tests of a family of kernels passed on this machine. True without a GPU, where only fake tensors
-    are on CUDA."""
+def is_shipped(family: str, index: int | None, *channels: int) -> bool:
+    """Whether all GPU tests of a family of kernels passed on this machine and cover the channels per head of queries
+    and values. True without a GPU, where only fake tensors are on CUDA."""
     if not torch.cuda.is_available():
         return True
+    if any(c != channels[0] or c not in CHANNELS for c in channels):
+        return False
     _, compute, triton, ptxas = machine(index)
     return (triton.rpartition(".")[0], ptxas, compute) in SHIPPED.get(family, ())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..dispatch.operator import are_fixed, parts, token_operators
 from ..features import feature
 from ..hla.fused import Spec
-from ..hla.fused.spec import Widths, layout, operator_dtype
+from ..hla.fused.spec import layout, operator_dtype
 from ..op import Call, TwoSided, choose
 from .collectives import add_in_place, group_named, name_of, rank_in, stage
 
@@ -42,8 +42,8 @@ def evaluate(call: Call, group: Any) -> Tensor:
 
 def _outputs(tokens: Sequence[Tensor], coefficients: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
     q, _, v = tokens
-    spec, w = Spec._make(arguments[:-1]), Widths.of(q.shape[3], v.shape[3])
-    floats = layout(spec, w).floats(operator_dtype(q.dtype).itemsize) + 2
+    spec = Spec._make(arguments[:-1])
+    floats = layout(spec, spec.widths(q.shape[3], v.shape[3])).floats(operator_dtype(q.dtype).itemsize) + 2
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[0] * q.shape[2] * floats, dtype=torch.float32)
 
 

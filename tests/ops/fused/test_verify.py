@@ -235,7 +235,10 @@ def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):
     ):  # fmt: skip
         machine = verify.Machine("a GPU", capability, triton, ptxas)
         monkeypatch.setattr(verify, "machine", lambda index, machine=machine: machine)
-        assert verify.is_shipped("mhla", 0) == known and not verify.is_shipped("causal", 0)
+        assert verify.is_shipped("mhla", 0, 64, 64) == known and not verify.is_shipped("causal", 0, 64, 64)
+    monkeypatch.setattr(verify, "machine", lambda index: verify.Machine("a GPU", (9, 0), "3.6.0", "12.8"))
+    assert verify.is_shipped("mhla", 0, 72, 72)
+    assert not any(verify.is_shipped("mhla", 0, *channels) for channels in ((64, 72), (96, 96)))
 
 
 def test_calls_have_the_families_that_are_shipped():
@@ -247,7 +250,7 @@ def test_calls_have_the_families_that_are_shipped():
         "mhla": op.block_call.prepare(q, q, q, torch.ones(4, 4), grid=(4, 4), blocks=(2, 2)),
     }  # fmt: skip
     assert [op._family(call) for call in calls.values()] == list(calls)
-    assert set(verify.SHIPPED) <= {*calls, "features"}
+    assert set(verify.SHIPPED) == {*calls, "features"}
 
 
 @pytest.mark.parametrize("feature_map", (None, "relu", "elu1"))

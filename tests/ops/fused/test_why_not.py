@@ -53,6 +53,8 @@ WIDTHS = (
     *(("polynomial", options, BF16, 72, None) for options in (ELU, RATIO, ANCHORED, {"normalize": True})),
     ("polynomial", {"feature_map": "identity", "normalize": True}, BF16, 32, None),
     ("polynomial", RATIO, BF16, 80, "polynomial of 80 features"),
+    *(("polynomial", {"ridge": 0.1}, BF16, d, found) for d, found in ((96, None), (128, "with a ridge"))),
+    *((op, {}, BF16, 112, "beyond 96, both must be 128") for op in ("hla3", "polynomial")),
 )
 
 
@@ -63,6 +65,13 @@ def test_widths(op, options, dtype, d, found):
     reason = fused.why_not(q, q, q, Spec(op, **options))
     assert reason is None if found is None else found in reason
     assert isinstance(reason, verify.Fault) == (found is not None and dtype != FP32 and "D =" not in found)
+
+
+@pytest.mark.parametrize("op", ("hla3", "polynomial"))
+def test_wide_values_are_as_wide_as_features(op):
+    q, v = torch.randn(1, 4, 2, 128, dtype=BF16), torch.randn(1, 4, 2, 96, dtype=BF16)
+    assert "of 128 features and 96 value channels" in fused.why_not(q, q, v, Spec(op))
+    assert fused.why_not(v, v, v, Spec(op)) is fused.why_not(q, q, q, Spec(op)) is None
 
 
 def test_auto_warns_of_a_fault_once(monkeypatch):

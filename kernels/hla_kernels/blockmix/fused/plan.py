@@ -96,7 +96,7 @@ def apart(w: Widths, digits: int) -> bool:
 def padded(m: int) -> int:
     """Return MP, the rows of the padded mixing matrix (full tiles)."""
     rows = mix_rows(m, torch.bfloat16)
-    return max(-(-m // rows) * rows, sum(split_width(m)))
+    return max(-(-m // rows) * rows, sum(split_width(m, 32)))
 
 
 def mix_rows(m: int, dtype: torch.dtype) -> int:
@@ -107,7 +107,7 @@ def mix_rows(m: int, dtype: torch.dtype) -> int:
 
 def mix_config(m: int, dtype: torch.dtype, back: bool = False) -> Config:
     """Return the tiles of `mix` (back: that sums gradients too), or of `mix_long`, which have BK."""
-    k1, k2 = split_width(m)
+    k1, k2 = split_width(m, 32)
     rows = mix_rows(m, dtype)
     if dtype == torch.float32 or m > 256:
         return {"BM": rows, "BK": min(rows, 32), "BC": 64, "num_warps": 4, "num_stages": 3}

@@ -48,7 +48,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, spec: Spec, seqs: Sequences = WHOLE
         return "the gradient of a single centred key is zero, of which only rounding would be left beside lambda"
     if spec.normalize and q.dtype == torch.float16:
         return FLOAT16_RATIO
-    reason = paths.too_wide(of_tokens, Widths.of(d, v.shape[3]), q.dtype)
+    reason = paths.too_wide(of_tokens, spec.widths(d, v.shape[3]), q.dtype)
     return reason if reason is None or q.dtype == torch.float32 else Fault(reason)
 
 
@@ -89,7 +89,7 @@ def sizes_of(
     """Return what `plan.paths.path` depends on; features: channels of phi(q), by default of q."""
     batch, n, heads = seqs.sizes(q)
     own = seqs.mask is None and seqs.cu_seqlens is None and q.shape[2] == v.shape[2]
-    return spec, Widths.of(features or q.shape[3], v.shape[3]), plan.planned(batch * heads), n, q.dtype, own
+    return spec, spec.widths(features or q.shape[3], v.shape[3]), plan.planned(batch * heads), n, q.dtype, own
 
 
 def path_of(q: Tensor, v: Tensor, spec: Spec, seqs: Sequences, save: bool = True) -> str:

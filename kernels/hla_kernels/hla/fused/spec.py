@@ -45,6 +45,15 @@ class Spec(NamedTuple):
         """Whether the operator is one of keys and values alone, of tokens as they are."""
         return self.op == "linear_attention" and self.center is None and not self.mean_path
 
+    def widths(self, d: int, dv: int) -> Widths:
+        """Cut D and Dv into tiles of the same widths, which the wider one needs. With different ones, kernels spill, or
+        a copy to shared memory overwrites what a product still reads. Only values as narrow as a tile can be (one
+        number, repeated: a denominator) have a tile of their own, where nothing but moments is summed."""
+        if dv <= MIN_D and not self.sums and self.op != "polynomial":
+            return Widths.of(d, dv)
+        cut = split_width(max(d, dv))
+        return Widths(Width(d, *cut), Width(dv, *cut))
+
     @property
     def softmax(self) -> bool:
         """Whether the features are softmaxes."""
@@ -106,12 +115,12 @@ def padded(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
-def split_width(d: int) -> tuple[int, int]:
-    """D = D1 + D2 with both powers of two (D2 = 0 or >= 16), the least padded columns: 72 = 64 + 16, 96 = 64 + 32, 112
-    -> 128."""
+def split_width(d: int, first: int = 64) -> tuple[int, int]:
+    """D = D1 + D2 with both powers of two, the least padded columns: 72 = 64 + 16, 96 = 64 + 32, 112 -> 128. Up to
+    `first` they are one tile: 40 channels as 32 + 16 would take more registers than they save."""
     whole = padded(d)
     half = whole // 2
-    if half < 32 or d <= half:
+    if d <= first:
         return whole, 0
     rest = padded(d - half)
     return (half, rest) if rest < half else (whole, 0)

@@ -1,6 +1,6 @@
 """Compile for sm_90a, without a GPU, exactly what a call would launch; print one JSON line per kernel.
 
-python gate.py OP OPTIONS B H N D [mask | packed | shared | float32 | float16 | inference | products] [+ OP ...]
+python gate.py OP OPTIONS B H N D[xDv] [mask | packed | shared | float32 | float16 | inference | products] [+ OP ...]
 
 OPTIONS: JSON of a Spec. `+` begins another call; every line says of which call it is, the first is 0.
 
@@ -47,10 +47,10 @@ def sequences_of(kind: str, b: int, n: int) -> Sequences:
     return Sequences()
 
 
-def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> list:
+def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "", dv: int = 0) -> list:
     """(kernel, arguments, keywords) of each launch of a forward and, unless `kind` is "inference", a backward of packed
     tokens, bf16 unless `kind` is a dtype; "turned": of tokens that lie as [B, H, N, D];
-    "shared": of tokens that devices share."""
+    "shared": of tokens that devices share. dv: channels of values, by default of queries."""
     kernels = [
         (module, name, kernel)
         for module in (launch, map_kernels)
@@ -63,9 +63,10 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
     qkv = torch.empty(*rows, 3, h, d, dtype=dtype, device="meta")
     if kind == "turned":
         qkv = torch.empty(b, 3, h, n, d, dtype=dtype, device="meta").permute(0, 3, 1, 2, 4)
-    grad = torch.empty(*rows, h, d, dtype=dtype, device="meta")
+    grad = torch.empty(*rows, h, dv or d, dtype=dtype, device="meta")
     c = torch.empty(h, 4, device="meta") if op == "polynomial" else None
     q, k, v = qkv.unbind(2)
+    v = torch.empty_like(grad) if dv else v
     spec, seqs = Spec(op, **json.loads(options)), sequences_of(kind, b, n)
     try:
         for module, name, kernel in kernels:
@@ -75,7 +76,9 @@ def record(op: str, options: str, b: int, h: int, n: int, d: int, kind: str = ""
             return Recorder.calls
         saved = fused.forward(q, k, v, c, spec, kind != "inference", seqs)[1]
         if kind != "inference":
-            fused.backward(grad, q, k, v, c, spec, torch.empty_like(qkv).unbind(2), saved, seqs)
+            dq, dk, of_v = torch.empty_like(qkv).unbind(2)
+            outs = (dq, dk, torch.empty_like(v) if dv else of_v)
+            fused.backward(grad, q, k, v, c, spec, outs, saved, seqs)
     finally:
         for module, name, kernel in kernels:
             setattr(module, name, kernel)
@@ -93,10 +96,10 @@ def shared_call(q, k, v, c, spec: Spec, grad) -> None:
     call.token_grads(grad, buffer, *call.readout_grads(grad, buffer))
 
 
-def main(call: int, op: str, options: str, b: int, h: int, n: int, d: int, kind: str = "") -> None:
+def main(call: int, op: str, options: str, sizes: tuple[int, ...], kind: str = "", dv: int = 0) -> None:
     """Compile each launch, what several have in common once. Operand A in registers is what an assembler got wrong:
     none in the backward of higher orders without options."""
-    for launched in record(op, options, b, h, n, d, kind):
+    for launched in record(op, options, *sizes, kind, dv):
         which, products = key(*launched), kind == "products"
         if which not in COMPILED or (products and "one_by_one" not in COMPILED[which]):
             COMPILED[which] = compile_call(*launched, products)
@@ -116,4 +119,6 @@ def calls_of(words: list[str]) -> list[list[str]]:
 
 if __name__ == "__main__":
     for i, words in enumerate(calls_of(sys.argv[1:])):
-        main(i, words[0], words[1], *map(int, words[2:6]), *words[6:])
+        *sizes, width = words[2:6]
+        d, _, dv = width.partition("x")
+        main(i, words[0], words[1], (*map(int, sizes), int(d)), "".join(words[6:]), int(dv or 0))

@@ -56,6 +56,11 @@ CASES = (
     ("hla2", PLAIN, 2, 12, 32760, 128, "float16"),
     ("polynomial", PLAIN, 64, 16, 256, 64, "float16"),
     *((op, PLAIN, 1, 12, 4095, 128, "shared") for op in ORDERS),
+    # values that are narrower or wider than keys, and widths that are no sum of few powers of two
+    *((op, options, 2, 2, 197, d) for op in ORDERS for options in (PLAIN, ANCHORED, RATIO) for d in ("64x32", "40x72")),
+    *((op, PLAIN, 2, 2, 1025, d) for op in ORDERS for d in (24, 40, 96)),
+    ("linear_attention", PLAIN, 2, 2, 1025, "64x16"),
+    ("ahla", ANCHORED, 2, 2, 1025, "128x96"),
     ("linear_attention", RATIO, 1, 12, 4095, 64, "shared"),
     ("ahla", ANCHORED, 1, 12, 4095, 72, "shared"),
     ("hla2", RATIO, 1, 12, 4095, 128, "shared"),

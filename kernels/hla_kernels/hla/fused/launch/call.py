@@ -11,7 +11,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ....sequences import Sequences
 from .. import plan
-from ..spec import CENTERS, ORDERS, Spec, Widths, layout, operator_dtype, placed, summed_factors, summed_floats
+from ..spec import CENTERS, ORDERS, Spec, layout, operator_dtype, placed, summed_factors, summed_floats
 
 BLOCK = 1024
 Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
@@ -55,7 +55,7 @@ class Call:
         self.n = (float(self.most), *seqs.tables(self.h, spec.scales))
         self.bh, self.g = self.b * self.h, self.h // k.shape[2]
         self.planned = plan.planned(self.bh)
-        self.w = Widths.of(q.shape[3], v.shape[3])
+        self.w = spec.widths(q.shape[3], v.shape[3])
         self.flags = {
             "ORDER": ORDERS[spec.op], "NORM": spec.normalize, "CENTER": CENTERS[spec.center], "MEAN": spec.mean_path,
             "RIDGE": spec.ridge != 0.0,

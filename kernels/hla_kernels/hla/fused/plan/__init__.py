@@ -160,7 +160,7 @@ def middle_config(kernel: str, spec: Spec, w: Widths, rows: int, batch_heads: in
         block = 128 if rows > 64 else tile
         return {"BR": block, "num_warps": 8 if block * tile > 4096 else 4, "num_stages": 1}
     if w.F.D2 + w.V.D2 > 0:
-        return {"BR": 32, "num_warps": 4, "num_stages": 1}
+        return {"BR": 16 if spec.op == "polynomial" and w.F.D2 > 16 else 32, "num_warps": 4, "num_stages": 1}
     # left to itself an assembler spills for the sake of programs that are not there; the anchor and the product of hla2
     # read one matrix, which it may keep in registers
     most = 168 if kernel == "middle" and spec.op == "hla2" and spec.normalize and w.F.D1 > 64 else 128

@@ -80,6 +80,11 @@ def too_wide(spec: Spec, w: Widths, dtype: torch.dtype) -> str | None:
     exact = spec.op != "linear_attention" or not plain(spec) or spec.feature_map == "elu1"  # products are "ieee"
     if dtype == torch.float32 and width > 96 and exact:
         return f"{width} features in float32 are more than 96"
+    if spec.op in ("hla3", "polynomial") and w.wide > 96 and not w.F.D == w.V.D == MAX_D:
+        widths = f"{w.F.D} features and {w.V.D} value channels"
+        return f"{spec.op} of {widths} has no Triton form: beyond 96, both must be {MAX_D}"
+    if spec.op == "polynomial" and spec.ridge and w.wide > 96:
+        return f"polynomial of {width} features with a ridge, more than 96, has no Triton form"
     most = 64 if dtype != torch.bfloat16 else 72 if spec.normalize else MAX_D
     if spec.op == "polynomial" and width > most:
         return f"polynomial of {width} features, more than {most}, has no Triton form in {dtype}"
