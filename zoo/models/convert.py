@@ -19,7 +19,7 @@ from zoo.errors import unknown_name
 from zoo.mixers import LayerSpec, MixerConfig
 from zoo.models import Backbone, Conversion, Swap
 from zoo.models.layer_selection import Keep, Layers, choose, plain_layers
-from zoo.models.timm.models import TIMM
+from zoo.models.timm.backbone import TIMM
 
 CONVERSION_KEYS = tuple(Conversion.__annotations__)
 
@@ -94,9 +94,9 @@ def convert(
 ) -> Report:
     """Replace the self-attention of `model` by `mixer`, in place; print and return the report.
 
-    model: a timm VisionTransformer (also distilled), Eva, NaFlexVit, MetaFormer or FastVit, or a subclass that keeps
-        the token layout; a diffusers transformer (`zoo.models.diffusers`) or a pipeline with such transformers. It may
-        be pretrained or already converted.
+    model: a timm VisionTransformer (also distilled), Eva, NaFlexVit, MetaFormer, FastVit or PiT, or a subclass that
+        keeps the token layout; a diffusers transformer (`zoo.models.diffusers`) or a pipeline with such transformers.
+        It may be pretrained or already converted.
     layers: block indices, a pattern of module names ("blocks.[0-5].attn"), or a mapping pattern -> mixer, which
         overrides `mixer`; the first matching pattern is used. None: all layers.
     keep_softmax: layers that are not converted: block indices, a pattern of module names, or "every:3" for blocks 0, 3,

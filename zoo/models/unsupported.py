@@ -8,17 +8,22 @@ from zoo.mixers import MIXERS
 
 LATE = "it pools queries between stages, and the tokens of its global stages are not in raster order"
 WINDOWED = "its attention is limited to windows of at most a few hundred tokens, for which linear cost gains nothing"
-POOLED = "its attention pools keys or queries, so queries and keys are not the same tokens"
+POOLED = (
+    "its attention pools keys or queries, so queries and keys are not the same tokens (where the last stage does not, "
+    "it has 49 tokens at 224 pixels)"
+)
 ALREADY_LINEAR = "its attention is already linear in the number of tokens"
 BIASED = "it adds a learned position bias to the attention matrix, which a linear mixer never forms"
+BIASED_WINDOWS = f"{BIASED}; in MaxViT, attention is also limited to windows"
 SPECIAL = "its attention has another form (talking heads, outlook, gated position, nested or crossed scales)"
 
 REFUSED: dict[str, str] = {
     **dict.fromkeys(["swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr", "davit", "gcvit"], WINDOWED),
-    **dict.fromkeys(["maxxvit", "nest", "hieradet_sam2", "efficientvit_msra", "tiny_vit"], WINDOWED),
+    **dict.fromkeys(["nest", "hieradet_sam2", "efficientvit_msra", "tiny_vit"], WINDOWED),
     **dict.fromkeys(["hiera"], LATE),
+    **dict.fromkeys(["maxxvit"], BIASED_WINDOWS),
     **dict.fromkeys(["mvitv2", "pvt_v2", "twins", "nextvit"], POOLED),
-    **dict.fromkeys(["xcit", "edgenext", "efficientvit_mit", "lowformer", "swiftformer"], ALREADY_LINEAR),
+    **dict.fromkeys(["xcit", "coat", "edgenext", "efficientvit_mit", "lowformer", "swiftformer"], ALREADY_LINEAR),
     **dict.fromkeys(["beit", "levit", "efficientformer", "efficientformer_v2"], BIASED),
     **dict.fromkeys(["vision_transformer_relpos", "vision_transformer_sam"], BIASED),
     **dict.fromkeys(["cait", "volo", "convit", "tnt", "crossvit"], SPECIAL),
@@ -26,8 +31,8 @@ REFUSED: dict[str, str] = {
 WIDTHS = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1152: "so400m", 1280: "huge", 1536: "giant"}
 SUPPORTED = (
     "VisionTransformer (vit_*, deit*, deit3_*, flexivit_*, hybrids, vitamin_*), Eva (eva02_*, dinov3, vit_*_rope_*), "
-    "NaFlexVit (naflexvit_*), MetaFormer (caformer_*) and FastVit (fastvit_sa*, fastvit_mci*) of timm, transformers of "
-    "diffusers"
+    "NaFlexVit (naflexvit_*), MetaFormer (caformer_*), FastVit (fastvit_sa*, fastvit_mci*) and PiT (pit_*) of timm, "
+    "transformers of diffusers"
 )
 
 

@@ -1,4 +1,4 @@
-"""Hierarchical models: CAFormer, FastViT and VLT, whose stages have attention over different grids."""
+"""Hierarchical models of timm: every stage has attention over its own grid, or none."""
 
 import copy
 
@@ -7,6 +7,7 @@ import timm
 import torch
 from timm.models.fastvit import FastVit
 from timm.models.metaformer import Attention, LayerNorm2dNoBias, LayerNormNoBias, MetaFormer, SepConv
+from timm.models.pit import PoolingVisionTransformer
 
 import zoo
 from tests.helpers.tiny_models import gradients, image, sites, stir
@@ -35,6 +36,16 @@ def fastvit() -> FastVit:
     return model
 
 
+def pit() -> PoolingVisionTransformer:
+    """A narrow PiT for images of 96 x 64 pixels: an attention layer in each stage, and a class token."""
+    torch.manual_seed(0)
+    sizes = {"img_size": (96, 64), "patch_size": 8, "stride": 4, "base_dims": (16, 8, 16), "heads": (1, 4, 2)}
+    model = PoolingVisionTransformer(**sizes, depth=(1, 1, 1), num_classes=5)
+    stir(model)
+    return model
+
+
+PIT_GRIDS = [(23, 15), (12, 8), (6, 4)]
 HOSTS = {"caformer": (caformer, 3, "0, 1"), "fastvit": (fastvit, 2, "0, 1, 2")}
 
 
@@ -43,13 +54,14 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", [*HOSTS, "pit"])
 def test_softmax_is_the_host_bit_for_bit(host):
-    make, count, plain = HOSTS[host]
+    make, count, plain = HOSTS.get(host, (pit, 3, ""))
     model, x = make(), image(height=96, width=64)
     converted = copy.deepcopy(model)
     report = zoo.convert(converted, "softmax")
-    assert len(report.swapped) == count and f"skipped stages without attention: {plain}" in str(report)
+    assert len(report.swapped) == count
+    assert report.note == (f"skipped stages without attention: {plain}" if plain else "")
     outs = [m(x) for m in (model, converted)]
     assert torch.equal(*outs)
     for o in outs:
@@ -75,6 +87,37 @@ def test_mixers_see_the_grid_of_their_stage(host, mixer):
         assert seen == grids
         seen.clear()
     assert all(p.grad is not None for site in sites(model) for p in site.parameters())
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_mixers_see_the_grid_of_their_stage_and_class_tokens(mixer):
+    model, seen = pit(), []
+    zoo.convert(model, mixer, depthwise="v", cpe=3)
+    for site in sites(model):
+        site.mixer.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[3].grid, inputs[3].prefix)))
+    model(image(height=96, width=64)).square().sum().backward()
+    assert seen == [(grid, 1) for grid in PIT_GRIDS]
+    assert all(p.grad is not None for site in sites(model) for p in site.parameters())
+
+
+def test_a_pit_compiles():
+    model, x = pit(), image(height=96, width=64)
+    zoo.convert(model, "mhla")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_converted_pits_are_saved_and_loaded(tmp_path):
+    model = timm.create_model("pit_ti_distilled_224", num_classes=3).eval()
+    zoo.convert(model, "mhla", keep_softmax="every:4")
+    assert [s.mixer.layout for s in sites(model) if s.mixer_name == "mhla"][::4] == [
+        "5x5 of 27x27", "4x4 of 14x14", "2x2 of 7x7"
+    ]  # fmt: skip
+    x = image(height=224, width=224)
+    zoo.save(model, tmp_path)
+    again = zoo.load(tmp_path).eval()
+    assert torch.equal(again(x), model(x))
+    assert [s.mixer_name for s in sites(again)] == ["mhla"] * 9
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -118,6 +161,7 @@ def test_converted_caformers_are_saved_and_loaded(tmp_path):
 def test_inspection_counts_the_tokens_of_each_stage(host):
     found = [row.tokens for row in inspect(HOSTS[host][0](), image(height=96, width=64), "la")]
     assert found == ([6, 6] if host == "fastvit" else [24, 24, 6])
+    assert [row.tokens for row in inspect(pit(), image(height=96, width=64), "la")] == [346, 97, 25]
 
 
 def test_models_without_attention_are_refused():

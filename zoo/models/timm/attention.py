@@ -160,10 +160,16 @@ def _table(t: Tensor, n_prefix: int, value: int) -> Tensor:
 
 def blocks_of(model: Any) -> dict[str, Any]:
     """Return the blocks of a timm model by name, in order: of all its stages, if it has stages."""
-    if not hasattr(model, "stages"):
+    stages = stages_of(model)
+    if not stages:
         return {f"blocks.{i}": block for i, block in model.blocks.named_children()}
-    stages = ((f"stages.{i}.blocks", stage.blocks) for i, stage in model.stages.named_children())
-    return {f"{place}.{i}": block for place, blocks in stages for i, block in blocks.named_children()}
+    return {f"{n}.blocks.{i}": block for n, stage in stages.items() for i, block in stage.blocks.named_children()}
+
+
+def stages_of(model: Any) -> dict[str, Any]:
+    """Return the stages of a hierarchical timm model by name, in order; empty for other models."""
+    name = next((name for name in ("stages", "transformers") if hasattr(model, name)), None)
+    return {f"{name}.{i}": stage for i, stage in getattr(model, name).named_children()} if name else {}
 
 
 def attention_layers(model: Any) -> dict[str, nn.Module]:

@@ -1,8 +1,8 @@
 """Converted timm models: subclasses that set the token grid of their attention layers.
 
 Blocks implement gradient checkpointing themselves and restore the grid of their forward pass before recomputation, so
-that gradients are exact even if one backward pass covers several resolutions. `CONVERTED_MODELS` and `CONVERTED_BLOCKS`
-list the classes of timm; a new family is one entry in each.
+that gradients are exact even if one backward pass covers several resolutions. `CONVERTED_MODELS`, `CONVERTED_STAGES`
+and `CONVERTED_BLOCKS` list the classes of timm.
 """
 
 import functools
@@ -10,48 +10,26 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from timm.layers import (
-    Attention,
-    AttentionPoolLatent,
-    AttentionRope,
-    PatchDropout,
-    PatchDropoutWithIndices,
-    is_scriptable,
-)
+from timm.layers import PatchDropout, PatchDropoutWithIndices
 from timm.models._manipulate import checkpoint
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.eva import Eva, EvaAttention, EvaBlock, EvaBlockPostNorm
-from timm.models.fastvit import Attention as FastVitAttention
+from timm.models.eva import Eva, EvaBlock, EvaBlockPostNorm
 from timm.models.fastvit import AttentionBlock, FastVit, RepMixerBlock
-from timm.models.metaformer import Attention as MetaFormerAttention
 from timm.models.metaformer import MetaFormer, MetaFormerBlock, MetaFormerStage
 from timm.models.naflexvit import NaFlexVit
+from timm.models.pit import PoolingVisionTransformer
+from timm.models.pit import Transformer as PoolingStage
 from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 from torch.fx import Proxy
 
 from zoo.grid import Grid
-from zoo.mixers import LayerSpec, MixerConfig
-from zoo.models import CONVERTED, Conversion, Swap
+from zoo.models import Conversion
 from zoo.models.checkpoint_tags import match_checkpoint, no_torchscript
-from zoo.models.saved_config import ZOO_KWARGS, architecture_of, record_architecture, recorded_arguments
-from zoo.models.timm.attention import (
-    SITES,
-    Host,
-    Site,
-    attention_layers,
-    block_indices,
-    blocks_of,
-    host_class,
-    layer_spec,
-)
-from zoo.models.unsupported import check_is_module, refuse_block, refuse_dropout, refuse_family, refuse_rotary
+from zoo.models.saved_config import architecture_of, recorded_arguments
+from zoo.models.timm.attention import Host, Site, blocks_of, stages_of
 
-TimmModel: TypeAlias = Any  # VisionTransformer, Eva, NaFlexVit, MetaFormer or FastVit
-TimmAttention: TypeAlias = Attention | AttentionRope | EvaAttention | MetaFormerAttention | FastVitAttention
-
-
-USUAL_SIZE = 224  # pixels for which blocks are chosen in models with stages, which do not store their input size
+TimmModel: TypeAlias = Any  # of a class of CONVERTED_MODELS
 
 
 def set_grid(module: nn.Module, grid: Grid | None) -> None:
@@ -64,12 +42,6 @@ def set_grid(module: nn.Module, grid: Grid | None) -> None:
 def drops_patches(model: TimmModel) -> bool:
     """Whether `patch_drop_rate` > 0: training uses random subsets of the patches, which have no layout."""
     return isinstance(getattr(model, "patch_drop", None), PatchDropout | PatchDropoutWithIndices)
-
-
-def usual_grid(model: TimmModel) -> Grid | None:
-    """Return the token grid of the input size, or of the position embedding of NaFlexViT; None without either."""
-    grid = model.embeds.pos_embed_grid_size if isinstance(model, NaFlexVit) else model.patch_embed.grid_size
-    return None if grid is None else tuple(grid)
 
 
 class HLAModel(Host):
@@ -109,7 +81,7 @@ class HLAModel(Host):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Checkpoint each block; `grad_checkpointing` stays False, since the host would recompute without the grid."""
         super().set_grad_checkpointing(enable)
-        for part in (self, *getattr(self, "stages", ())):
+        for part in (self, *stages_of(self).values()):
             part.grad_checkpointing = False
         for block in blocks_of(self).values():
             block.checkpointing = enable
@@ -143,17 +115,23 @@ class StageModel(HLAModel):
     """Mixin of a hierarchical model, whose stages or attention layers set the grid in each forward pass."""
 
     def sync_grid(self) -> None:
-        """Clear the grid: images of any size are taken."""
-        set_grid(self.stages, None)
+        """Clear the grid, which the next forward pass sets."""
+        for stage in stages_of(self).values():
+            set_grid(stage, None)
 
 
 class HLAStage(Host):
-    """Mixin of a stage of MetaFormer, which sets the grid of its attention layers."""
+    """Mixin of a stage of MetaFormer or PiT, which sets the grid of its attention layers.
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Proxy):
-            stride = 1 if isinstance(self.downsample, nn.Identity) else self.downsample.conv.stride[0]
-            set_grid(self.blocks, tuple(-(-n // stride) for n in x.shape[2:]))
+    x: [B, C, H, W] before the convolution that shrinks it, in PiT with class tokens.
+    """
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        image = x[0] if isinstance(x, tuple) else x
+        if not isinstance(image, Proxy):
+            before = self.pool if isinstance(self, PoolingStage) else self.downsample
+            stride = before.conv.stride[0] if hasattr(before, "conv") else 1
+            set_grid(self.blocks, tuple(-(-n // stride) for n in image.shape[2:]))
         return super().forward(x)
 
 
@@ -214,7 +192,9 @@ CONVERTED_MODELS: dict[type, type] = {  # class of timm -> mixin or class of the
     NaFlexVit: HLANaFlexVit,
     MetaFormer: StageModel,  # CAFormer, VLT
     FastVit: StageModel,
+    PoolingVisionTransformer: StageModel,  # PiT
 }
+CONVERTED_STAGES = (MetaFormerStage, PoolingStage)  # FastViT's attention layers compute their grid
 CONVERTED_BLOCKS = (
     *(Block, ResPostBlock, ParallelThingsBlock, EvaBlock, EvaBlockPostNorm),
     *(MetaFormerBlock, AttentionBlock, RepMixerBlock),
@@ -262,134 +242,3 @@ def _reduce(model: TimmModel) -> tuple[Callable[..., nn.Module], tuple[type, typ
 def _empty(mixin: type, kind: type) -> nn.Module:
     cls: type[nn.Module] = derived(mixin, kind)
     return cls.__new__(cls)
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return type(module) in SITES or isinstance(module, Site)
-
-
-class TimmBackbone:
-    """Interface of `zoo.convert` to timm models, see `zoo.models.Backbone`."""
-
-    def submodels(self, model: TimmModel) -> dict[str, nn.Module]:
-        if is_scriptable():
-            no_torchscript(model)
-        check_is_module(model)
-        if not isinstance(model, HLAModel) and converted_class(type(model)) is None:
-            refuse_family(model, tuple(CONVERTED_MODELS))
-        for name, block in blocks_of(model).items():
-            inside = any(map(_is_attention, block.modules()))
-            if not inside and type(block) not in CONVERTED_BLOCKS and not isinstance(block, HLABlock):
-                refuse_block(model, name, block)
-        if not attention_layers(model):
-            kinds = sorted({type(m).__name__ for n, m in model.named_modules() if n.endswith("attn")})
-            if not kinds:
-                raise ValueError(f"cannot convert this {type(model).__name__}: it has no attention")
-            raise ValueError(f"cannot convert attention of type {', '.join(kinds)}: it is not softmax(q k') v")
-        return {"": model}
-
-    def name(self, model: TimmModel) -> str:
-        name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
-        return (model.hla_base if name == CONVERTED else name) or type(model).__name__
-
-    def layers(self, model: TimmModel) -> dict[str, nn.Module]:
-        return attention_layers(model)
-
-    def blocks(self, model: TimmModel) -> dict[str, int]:
-        return block_indices(attention_layers(model))
-
-    def current_mixer(self, model: TimmModel, attn: nn.Module) -> str:
-        return getattr(attn, "mixer_name", "softmax")
-
-    def grid_dims(self, model: TimmModel) -> int:
-        return 2
-
-    def layer_spec(self, model: TimmModel, attn: TimmAttention) -> LayerSpec:
-        if not hasattr(model, "stages"):
-            return layer_spec(attn, usual_grid(model), model.num_prefix_tokens)
-        stage = next(i for i, stage in enumerate(model.stages) if any(m is attn for m in stage.modules()))
-        return layer_spec(attn, (USUAL_SIZE // model.feature_info[stage]["reduction"],) * 2, 0)
-
-    def note(self, model: TimmModel) -> str:
-        parts = dict(getattr(model, "stages", nn.Sequential()).named_children())
-        plain = [name for name, stage in parts.items() if not any(map(_is_attention, stage.modules()))]
-        return f"skipped stages without attention: {', '.join(plain)}" if plain else ""
-
-    def check_options(self, model: TimmModel, attn: TimmAttention, config: MixerConfig) -> None:
-        name, options = config
-        refuse_dropout(attn.attn_drop.p, name)
-        refuse_rotary(name, getattr(model, "rope", None) is not None)
-        if options.grid_dims != 2:
-            raise ValueError("grid_dims=3 is for video; image models have a 2-D token grid")
-        if options.needs_grid and drops_patches(model):
-            raise ValueError(
-                f"patch_drop_rate > 0 trains on random patches without a layout, but {name!r} needs the token grid "
-                "(for blocks, depthwise, lepe, cpe or causal); set patch_drop_rate=0 or drop those options"
-            )
-        blocks = getattr(options, "blocks", None)
-        if not isinstance(blocks, tuple) or getattr(model, "dynamic_img_size", True):
-            return
-        grid = tuple(model.patch_embed.grid_size)
-        if any(m > n for m, n in zip(blocks, grid, strict=True)):
-            raise ValueError(f"blocks={list(blocks)} are more than the tokens of the grid {grid} along an axis")
-
-    def skipped_layers(self, model: TimmModel) -> dict[str, str]:
-        reason = "pooling attention: one query per image, its cost is linear already"
-        return {name: reason for name, m in model.named_modules() if isinstance(m, AttentionPoolLatent)}
-
-    def install(self, model: TimmModel, swaps: list[Swap], conversion: Conversion) -> None:
-        if not isinstance(model, HLAModel):
-            self._to_converted_class(model)
-        for attn, mixer in swaps:
-            if not isinstance(attn, Site):
-                attn.__class__ = SITES[type(attn)]
-            assert isinstance(attn, Site)
-            attn.install(mixer.train(attn.training))
-            attn.prefix = getattr(model, "num_prefix_tokens", 0)
-        model.sync_grid()
-        model.hla_config.append(conversion)
-
-    def _to_converted_class(self, model: TimmModel) -> None:
-        stages = getattr(model, "stages", ())
-        checkpointing = any(getattr(m, "grad_checkpointing", False) for m in (model, *stages))
-        model.hla_base = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
-        model.__class__ = converted_class(type(model))
-        model.hla_config = []
-        for block in blocks_of(model).values():
-            kind: type = type(block)
-            block.__class__ = derived(HLABlock, kind)
-        for stage in stages:
-            kind = type(stage)
-            if kind is MetaFormerStage:
-                stage.__class__ = derived(HLAStage, kind)
-        model.set_grad_checkpointing(checkpointing)
-
-    def revert(self, model: TimmModel) -> None:
-        if not isinstance(model, HLAModel):
-            raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
-        blocks = blocks_of(model).values()
-        checkpointing = any(getattr(block, "checkpointing", False) for block in blocks)
-        for site in [m for m in model.modules() if isinstance(m, Site)]:
-            site.uninstall()
-        for block in blocks:
-            block.__dict__.pop("checkpointing", None)
-            block.__class__ = host_class(block, HLABlock)
-        for stage in getattr(model, "stages", ()):
-            stage.__class__ = host_class(stage, HLAStage)
-        own = model.__dict__
-        if "host_key_only" in own:
-            model.use_key_only_attn_mask = own.pop("host_key_only")
-        if "_model_args" in own:
-            own["_model_args"] = {key: value for key, value in own["_model_args"].items() if key not in ZOO_KWARGS}
-        if getattr(model, "pretrained_cfg", None):
-            model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "architecture": model.hla_base}
-        for name in ("hla_config", "hla_base", "from_softmax"):
-            own.pop(name, None)
-        model.__class__ = host_class(model, HLAModel)  # type: ignore[assignment]
-        model.set_grad_checkpointing(checkpointing)
-
-    def update_saved_config(self, model: TimmModel) -> None:
-        record_architecture(model)
-
-
-TIMM = TimmBackbone()
