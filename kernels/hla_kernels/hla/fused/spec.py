@@ -48,8 +48,8 @@ class Spec(NamedTuple):
     def widths(self, d: int, dv: int) -> Widths:
         """Cut D and Dv into tiles of the same widths, which the wider one needs. With different ones, kernels spill, or
         a copy to shared memory overwrites what a product still reads. Only values as narrow as a tile can be (one
-        number, repeated: a denominator) have a tile of their own, where nothing but moments is summed."""
-        if dv <= MIN_D and not self.sums and self.op != "polynomial":
+        number, repeated: a denominator) have a tile of their own, if keys are one tile and nothing else is summed."""
+        if dv <= MIN_D and split_width(d)[1] == 0 and not self.sums and self.op != "polynomial":
             return Widths.of(d, dv)
         cut = split_width(max(d, dv))
         return Widths(Width(d, *cut), Width(dv, *cut))

@@ -59,7 +59,7 @@ CASES = (
     # values that are narrower or wider than keys, and widths that are no sum of few powers of two
     *((op, options, 2, 2, 197, d) for op in ORDERS for options in (PLAIN, ANCHORED, RATIO) for d in ("64x32", "40x72")),
     *((op, PLAIN, 2, 2, 1025, d) for op in ORDERS for d in (24, 40, 96)),
-    ("linear_attention", PLAIN, 2, 2, 1025, "64x16"),
+    *(("linear_attention", PLAIN, 2, 2, 1025, d) for d in ("64x16", "72x16", "128x16")),
     ("ahla", ANCHORED, 2, 2, 1025, "128x96"),
     ("linear_attention", RATIO, 1, 12, 4095, 64, "shared"),
     ("ahla", ANCHORED, 1, 12, 4095, 72, "shared"),
