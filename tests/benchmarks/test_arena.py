@@ -325,6 +325,14 @@ def test_a_gain_that_is_rounded_to_zero_is_not_clear():
     assert "gdn +0.0 +- 0.0" in shown and "Clearly better" not in shown
 
 
+def test_a_gain_below_two_standard_errors_is_not_clear():
+    """The standard error is 1.5."""
+    for change, clear in ((2.5, False), (3.5, True)):
+        rows = scored("la", 0.1, [10.0, 10.0]) + scored("gdn", 0.1, [8.5 + change, 11.5 + change])
+        shown = text({"rows": rows})
+        assert ("Clearly better" in shown) == clear and ("**" in shown) == clear
+
+
 def test_errors_are_better_if_smaller():
     rows = [row for m, x in (("la", 0.2), ("hla2", 0.3), ("ahla", 0.1)) for row in scored(m, 0.1, [x, x], "error")]
     assert "ahla **-0.1000** +- 0.0000" in text({"rows": rows})
