@@ -130,16 +130,25 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(tmp_path, monkeypatc
     assert len(waited) == 8
 
 
+def distance(start, a, b):
+    """The L2 distance of the weights of two runs, relative to what training changed."""
+    start, a, b = (torch.cat([weights[k].double().flatten() for k in start]) for weights in (start, a, b))
+    return float((a - b).norm() / (a - start).norm())
+
+
 @pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="fewer than two GPUs: several processes are not checked on them"
 )
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_two_gpus_equal_two_parts_on_one(tmp_path, precision):
+# on CPUs, another order of summation: 6e-7 and 2e-4; an EMA that is one step off: 1e-2; unequal gradients: 0.3
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 6e-6), ("fp16", 1e-3)])
+def test_two_gpus_equal_two_parts_on_one(tmp_path, precision, bound):
+    """With SGD, whose steps are linear in the gradients. Adam divides gradients by their own size: rounding of those
+    near zero becomes any fraction of a step, and a wrong scale has no effect."""
     file = tmp_path / "run.yaml"
     more = {
         "schedule": {"epochs": 2},
         "model": {"mixer": "poly"},
-        "optim": {"ema": 0.9},
+        "optim": {"name": "sgd", "lr": 0.01, "clip_grad_norm": None, "ema": 0.9},
         "run": {"precision": precision},
     }
     file.write_text(yaml.safe_dump(config.merge(TINY, more)))
@@ -153,10 +162,10 @@ def test_two_gpus_equal_two_parts_on_one(tmp_path, precision):
         assert status == 0, err
     one, two = (json.loads((tmp_path / name / "result.json").read_text()) for name in runs)
     assert two["images"] == 797 and two["top1"] == pytest.approx(one["top1"], abs=0.5)
-    tolerance = 1e-6 if precision == "fp32" else 1e-4  # on two H200: 1.3e-7 and 2.9e-5; a step is 1e-3
+    AcceleratorState._reset_state()
+    start = {k: v.cpu() for k, v in ClassificationRun(tiny(tmp_path / "start", **more)).model.state_dict().items()}
     for weights in ("model", "model_ema"):
-        a, b = (load_file(tmp_path / name / f"{weights}.safetensors") for name in runs)
-        assert max(float((a[k].double() - b[k].double()).abs().max()) for k in a) < tolerance
+        assert distance(start, *(load_file(tmp_path / name / f"{weights}.safetensors") for name in runs)) < bound
 
 
 @pytest.mark.skipif(
