@@ -12,9 +12,11 @@ from timm.models.pit import PoolingVisionTransformer
 import zoo
 from tests.helpers.tiny_models import gradients, image, sites, stir
 from zoo.conversion.inspection import inspect
+from zoo.models.timm.model_files import WEIGHTS, Recipe, build, load_model, save_weights, with_resolved_options
 from zoo.models.timm.registry import REGISTERED_MIXERS
 
-NARROW = {"depths": (1, 1, 2, 1), "dims": (16, 32, 64, 32), "num_classes": 5}
+SHALLOW = {"depths": [1, 1, 2, 1], "dims": [16, 32, 64, 32]}
+NARROW = {**SHALLOW, "num_classes": 5}
 FAST = {"layers": (1, 1, 1, 2), "embed_dims": (16, 32, 32, 64), "mlp_ratios": (2,) * 4, "num_classes": 5}
 MIXERS = ("la", "ahla", "mhla", "multipole", "flare", "simplex2", "linformer", "hdla")
 
@@ -155,6 +157,28 @@ def test_converted_caformers_are_saved_and_loaded(tmp_path):
     again = zoo.load(tmp_path).eval()
     assert torch.equal(again(x), model(x))
     assert [s.mixer_name for s in sites(again)] == ["mhla"] * 9
+
+
+RECIPES = {
+    "caformer": Recipe("caformer_s18", mixer="mhla", keep_softmax=[0]),
+    "pit": Recipe("pit_ti_224", {"depth": [1, 1, 1]}, img_size=96, mixer="mhla"),
+    "vlt": Recipe("vlt_mhla_small", {**SHALLOW, "mixer_options": {"lepe": 3}, "keep_softmax": [1]}),
+}
+
+
+@pytest.mark.parametrize("host", RECIPES)
+def test_run_folders_are_loaded(host, tmp_path):
+    """Each stage has its own blocks, which the stored options leave to be derived again."""
+    given = RECIPES[host]
+    model = build(given).eval()
+    stir(model)
+    recipe = with_resolved_options(model, given)
+    options = recipe.mixer_options or recipe.kwargs["mixer_options"]
+    assert options["blocks"] is None and options["feature_map"] == "power"
+    save_weights(model, recipe, tmp_path / WEIGHTS)
+    again, found = load_model(tmp_path)
+    x = image(height=96, width=96)
+    assert found == recipe and torch.equal(again.eval()(x), model(x))
 
 
 @pytest.mark.parametrize("host", HOSTS)

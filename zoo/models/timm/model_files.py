@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from zoo.config import from_tree
 from zoo.errors import shortened, unknown_name
 from zoo.files import RUN_CONFIG, replacing
+from zoo.mixers import MixerConfig
+from zoo.models import CONVERTED
 from zoo.models.checkpoint_tags import sites_of
 from zoo.models.convert import swap
 from zoo.models.digests import check_digest, digest_header
@@ -141,11 +143,27 @@ def convert_model(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def with_resolved_options(model: nn.Module, recipe: Recipe) -> Recipe:
-    """Return the recipe of a converted `model` with all options of its mixers, including derived ones (blocks)."""
+    """Return the recipe of a converted `model` with all options of its mixers, including derived ones (blocks).
+
+    Options that differ between layers, as blocks do between stages, keep the value from which they were derived.
+    """
     if recipe.mixer:
-        options = next(site.mixer_options for _, site in sites_of(model) if site.mixer_name == recipe.mixer)
-        return replace(recipe, mixer_options=options)
-    return replace(recipe, kwargs={**recipe.kwargs, **getattr(model, "hla_args", {})})
+        return replace(recipe, mixer_options=_common_options(model, recipe.mixer, recipe.mixer_options))
+    arguments = getattr(model, "hla_args", {})
+    if "conversions" in arguments and recipe.name != CONVERTED:
+        mixer, given = timm.model_entrypoint(recipe.name).mixer, recipe.kwargs.get("mixer_options") or {}
+        arguments = {"mixer_options": _common_options(model, mixer, given)}
+    return replace(recipe, kwargs={**recipe.kwargs, **arguments})
+
+
+def _common_options(model: nn.Module, mixer: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return all options of the layers with `mixer`; where layers differ, the `given` option or its default."""
+    layers = [site.mixer_options for _, site in sites_of(model) if site.mixer_name == mixer]
+    unresolved = MixerConfig.parse(mixer, given).plain_options()
+    return {
+        key: value if all(options[key] == value for options in layers) else unresolved[key]
+        for key, value in layers[0].items()
+    }
 
 
 def holds_weights(path: str | Path) -> bool:
