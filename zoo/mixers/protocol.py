@@ -129,6 +129,8 @@ class Mixer(nn.Module):
             raise ValueError(
                 f"the mixer {self.name!r} cannot honour an attention mask; keep softmax in this layer (keep_softmax=)"
             )
+        if ctx.key_padding_mask is not None and self.group is not None:
+            raise ValueError(f"the mixer {self.name!r} cannot honour a padding mask of tokens that devices share")
         if ctx.is_causal and not self.forms_matrix and getattr(self.options, "causal", False) is not True:
             raise ValueError(f"the host asks for causal attention: build the mixer {self.name!r} with causal=True")
         self.check_grid(n_tokens, ctx)

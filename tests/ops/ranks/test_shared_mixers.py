@@ -57,3 +57,14 @@ def test_a_mixer_sees_the_tokens_of_all_ranks(ranks, case):
             found = gathered(parts, whole) if name in ("o", "q", "k", "v") else sum(parts)
             error = (found - whole).norm() / whole.norm().clamp(min=1e-3)
             assert error < 1e-5, f"{shares}: {name} {error}"  # moments of mesa and resolvent are at least float32
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_padding_of_shared_tokens_is_refused(name):
+    layer = {"dim": HEADS * WIDTH, "num_heads": HEADS, "head_dim": WIDTH, "grid": GRID, "grid_dims": 3}
+    mixer = build_mixer(name, **layer, **OPTIONS.get(name, {}))
+    mixer.group = object()
+    q = torch.randn(1, 24, HEADS, WIDTH)
+    ctx = Context(x=q.flatten(2), grid=GRID, key_padding_mask=torch.ones(1, 24, dtype=torch.bool))
+    with pytest.raises(ValueError, match="cannot honour a padding mask"):
+        mixer(q, q, q, ctx)
