@@ -226,9 +226,12 @@ def test_interpreted(op):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("d", "learned", "stack"), [(64, 0, 0), (64, 1, 8), (128, 0, 0), (128, 1, 64)])
+@pytest.mark.parametrize(
+    ("d", "learned", "stack"), [(64, 0, 0), (64, 1, 8), (128, 0, 0), (128, 1, 64), ("64x32", 0, 8)]
+)
 def test_no_spills_and_no_operand_in_registers(tmp_path, d, learned, stack):
-    """What calls and their backward launch, compiled for sm_90a. Sums for the gradient of the decay spill registers."""
+    """What calls and their backward launch, compiled for sm_90a. Sums for the gradient of the decay spill registers.
+    d: channels, or those of queries and of values."""
     pytest.importorskip("triton")
     check_compiled(stack, 9, tmp_path, __file__, ("compiled", d, learned))
 
@@ -341,26 +344,27 @@ def compiled(d: str, learned: str) -> None:
     from tests.ops.causal.offline import judge_recorded
 
     recorded()
-    q = torch.empty(2, 4096, 3, int(d), dtype=torch.bfloat16, device="meta")
+    width, dv = (int(x) for x in d.split("x")) if "x" in d else (int(d), int(d))
+    q, v = (torch.empty(2, 4096, 3, w, dtype=torch.bfloat16, device="meta") for w in (width, dv))
     gamma = torch.empty(1, 3, 1, 1, 1, device="meta") if int(learned) else None
     for op in CAUSAL:
         for normalize in (False, True):
             options = (op, "relu" if normalize else None, normalize, None, 0)
-            operator.causal_stages.function(q, q, q, gamma, None, *options, 1e-6, False, False)
-            saved = operator.causal_stages.function(q, q, q, gamma, None, *options, 1e-6, True, False)
+            operator.causal_stages.function(q, q, v, gamma, None, *options, 1e-6, False, False)
+            saved = operator.causal_stages.function(q, q, v, gamma, None, *options, 1e-6, True, False)
             rest = (None, None, list(saved), bool(int(learned)), *options)
-            operator.causal_stages_backward.function(q, q, q, q, gamma, *rest)
+            operator.causal_stages_backward.function(v, q, q, v, gamma, *rest)
     of_states = [("hla3", None, normalize, None, 1024) for normalize in (False, True)]
     for options in (*of_states, *[("paper", None, False, None, 0)] * int(learned)):
-        first = torch.empty(2, 3, operator.state_size(options[0], int(d), int(d) + options[2]), device="meta")
-        saved = operator.causal_stages.function(q, q, q, gamma, first, *options, 1e-6, True, True)
+        first = torch.empty(2, 3, operator.state_size(options[0], width, dv + options[2]), device="meta")
+        saved = operator.causal_stages.function(q, q, v, gamma, first, *options, 1e-6, True, True)
         rest = (first, first, list(saved), bool(int(learned)), *options)
-        operator.causal_stages_backward.function(q, q, q, q, gamma, *rest)
+        operator.causal_stages_backward.function(v, q, q, v, gamma, *rest)
     if not int(learned):  # `first` is of the ratio
-        operator.causal_stages.function(q, q, q, gamma, first, "hla3", None, True, None, 0, 1e-6, False, True)
-        parts = operator._by_stage("hla3", first, int(d), int(d) + 1).values()
+        operator.causal_stages.function(q, q, v, gamma, first, "hla3", None, True, None, 0, 1e-6, False, True)
+        parts = operator._by_stage("hla3", first, width, dv + 1).values()
         decode.causal_step.function(
-            *3 * [q[:, :1]], gamma, [x[:, :, None] for x in parts], "hla3", None, True, None, 1e-6
+            q[:, :1], q[:, :1], v[:, :1], gamma, [x[:, :, None] for x in parts], "hla3", None, True, None, 1e-6
         )
     judge_recorded()
 

@@ -16,9 +16,8 @@ import triton
 from torch import Tensor
 
 from ...dispatch.recording import launch
-from ..fused.spec import padded
 from .kernels import carry, outputs, states
-from .plan import CHUNK, REST, in_tf32, plan, together, warps
+from .plan import CHUNK, REST, in_tf32, plan, tile_of, together, warps
 
 
 class Tokens(NamedTuple):
@@ -122,12 +121,13 @@ class Pass:
         out_extra = torch.empty((b, n, self.heads), dtype=torch.float32, device=z.device) if extra else None
         rest = None if eps is None else torch.empty_like(out, dtype=REST)
         exact = in_tf32(z.dtype) and self.exact
-        p = plan(b * self.heads, n, width, self.frame, exact)
+        widths = tuple(x.x.shape[3] for x, _, _ in terms)
+        block, *tiles = (tile_of(w, width, *widths) for w in (width, *widths))
+        p = plan(b * self.heads, n, width, block, self.frame, exact)
         scored = tuple(x.extra is not None and y.extra is not None for x, y, _ in terms)
         valued = tuple(extra and z.extra is not None for _, _, z in terms)
         given = tuple(t.x for t in tokens), tuple(t.extra for t in tokens)
         sizes = (n, self.heads, p.segments, p.tokens)
-        widths = tuple(x.x.shape[3] for x, _, _ in terms)
         shapes = [(w + s, width + e) for w, s, e in zip(widths, scored, valued, strict=True)]
         before_all = [None] * len(terms) if first is None else first
         held = [Held(x, *shape) for x, shape in zip(before_all, shapes, strict=True)]
@@ -151,7 +151,7 @@ class Pass:
             None if before is None else before.x, out, out_extra, rest, partner, found, at,
             None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
             Z=index[2], WIDTHS=widths, SIZES=tuple(x * y for x, y in shapes),
-            HELD=tuple((x.rows * x.columns, *x.distances) for x in held), WZ=width, XP=tuple(map(padded, widths)),
+            HELD=tuple((x.rows * x.columns, *x.distances) for x in held), WZ=width, XP=tuple(tiles),
             BZ=p.block, C=CHUNK, SCORED=scored, VALUED=any(valued),
             DIVIDED=eps is not None, REVERSE=reverse, FRAME=self.frame > 0,
             INTRA=pairs and partner is not None and not self.frame, INNER=inner, EXACT=self.exact, TF32=tf32,
@@ -178,12 +178,12 @@ class Pass:
                     return x._replace(transposed=first_of is not term[1])
         wy, wz = term[1].x.shape[3], term[2].x.shape[3]
         size, scored, valued = shape[0] * shape[1], shape[0] > wy, shape[1] > wz
-        bh, block = term[0].x.shape[0] * self.heads, min(64, padded(wz))
+        bh, block = term[0].x.shape[0] * self.heads, min(64, tile_of(wz, wy))
         found = torch.empty((bh, segments, size), dtype=torch.float32, device=term[0].x.device)
         launch(
             states, (bh * (segments if frame else segments - 1), -(-wz // block)),
-            *given, self.within, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=padded(wy), BZ=block, C=CHUNK, SIZE=size,
-            SCORED=scored, VALUED=valued, REVERSE=reverse, FRAME=frame, EXACT=self.exact and not frame,
+            *given, self.within, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=tile_of(wy, wz), BZ=block, C=CHUNK,
+            SIZE=size, SCORED=scored, VALUED=valued, REVERSE=reverse, FRAME=frame, EXACT=self.exact and not frame,
             TF32=in_tf32(term[0].x.dtype), **warps(max(wy, wz), False, 2),
         )  # fmt: skip
         launch(

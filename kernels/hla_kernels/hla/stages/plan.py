@@ -30,10 +30,17 @@ def in_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def plan(heads: int, n: int, width: int, frame: int, many: bool) -> Plan:
-    """Return the plan of a launch of `heads` (of all samples), n tokens, and outputs of `width` channels. frame: tokens
-    per frame, each of which is a segment, or 0. many: blocks of 64 channels would have too few registers."""
-    block = min(32 if many else 64, padded(width))
+def tile_of(width: int, *others: int) -> int:
+    """Return the channels of a tile of `width`, at least 64 beside operands that are as wide: of narrower ones, kernels
+    spill, or a copy to shared memory overwrites what a product still reads."""
+    return max(padded(width), min(64, padded(max(others))))
+
+
+def plan(heads: int, n: int, width: int, tile: int, frame: int, many: bool) -> Plan:
+    """Return the plan of a launch of `heads` (of all samples), n tokens, and outputs of `width` channels, in tiles of
+    `tile`. frame: tokens per frame, each of which is a segment, or 0. many: blocks of 64 channels would have too few
+    registers."""
+    block = min(32 if many else 64, tile)
     blocks = -(-width // block)
     if frame:
         return Plan(frame, n // frame, block, blocks)
@@ -69,7 +76,7 @@ def walks(
     heads, n, d, dv = sizes
     wins = {"hla3": d <= 64, "hla2": d <= 64 and decay, "ahla": d > 64 or decay}.get(op, False)
     plain = dtype == torch.bfloat16 and not (normalize or frame or save)
-    return wins and plain and heads >= walk_heads(dv) and plan(heads, n, dv, 0, False).segments > 1
+    return wins and plain and heads >= walk_heads(dv) and plan(heads, n, dv, padded(dv), 0, False).segments > 1
 
 
 def walk_heads(dv: int) -> int:
