@@ -31,8 +31,8 @@ def in_tf32(dtype: torch.dtype) -> bool:
 
 
 def tile_of(width: int, *others: int) -> int:
-    """Return the channels of a tile of `width`, at least 64 beside operands that are as wide: of narrower ones, kernels
-    spill, or a copy to shared memory overwrites what a product still reads."""
+    """Return the channels of a tile of `width`: 64 at least if an operand of `others` channels has them. With tiles of
+    different widths, kernels spill, or a copy to shared memory overwrites what a product still reads."""
     return max(padded(width), min(64, padded(max(others))))
 
 
