@@ -103,7 +103,7 @@ def page() -> str:
 
 def small_tasks(result: dict[str, Any]) -> str:
     """Make the tables of the small tasks."""
-    states = {name: of_class(STATES, kind) for name, kind in MIXERS.items() if "causal" in order(name, kind)}
+    states = {name: of_class(STATES, kind) for name, kind in MIXERS.items()}
     return "\n\n".join([arena.report.text(result, speeds(), states), *speed_notes()])
 
 

@@ -30,9 +30,10 @@ GAP = 0.4  # rows between orders
 LEAST_ERROR = 0.03  # with the colour of 100 % right
 CLEAR = 2  # standard errors
 SCORES = """Percent right, or relative L2 error (less is better): mean +- deviation over seeds (number of seeds), at the
-best learning rate that was run. Parameters: smallest and largest network. Causal state: numbers per head that are kept
-of earlier tokens (N tokens, D channels, M blocks; "-": no causal form). Tokens/s: training steps of a process that has
-the GPU alone."""
+best learning rate that was run. Parameters: smallest and largest network. State: numbers per head, without vectors,
+that are kept of earlier tokens; without a causal form, what a query reads of all tokens (N tokens, D channels,
+M blocks, latents or means, R random features). Tokens/s: training steps of a process that has the GPU alone ("-": not
+timed)."""
 GAINS = """Best mixer of each group minus `la` (first order, feature map `power`), +- standard error; bold: above two
 standard errors and not rounded to zero. The best mixer is chosen by the same scores, which favours groups with more
 mixers. Cost relative to `la`: parameters{measured}."""
@@ -67,13 +68,13 @@ def text(result: dict[str, Any], speeds: Rows | None = None, states: dict[str, s
     """Return Markdown: scores, and the gains of higher orders, blocks and delta rules over first order.
 
     speeds: rows of processes that had a GPU alone; without them, the rows of the result. states: mixer -> numbers per
-    head that its causal form keeps of earlier tokens, a column of the table.
+    head of its state, a column of the table.
     """
     tasks, mixers, cells = by_cell(result)
     rates = speeds_of(result["rows"] if speeds is None else speeds)
     constant = {task: row["constant"] for (_, task), found in reversed(cells.items()) for row in found}  # of the first
     timed = list(dict.fromkeys(task for _, task in rates))
-    head = ["mixer", *tasks, "parameters", *["causal state"] * bool(states), *(f"tokens/s, {task}" for task in timed)]
+    head = ["mixer", *tasks, "parameters", *["state"] * bool(states), *(f"tokens/s, {task}" for task in timed)]
     lines = [
         [m, *(cell(cells.get((m, t), [])) for t in tasks), parameters(m, cells)]
         + [(states or {}).get(m.partition(" ")[0], "-")] * bool(states)
