@@ -91,9 +91,12 @@ def carry_out(job: Job) -> None:
                 if job.killed:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise KeyboardInterrupt
+            self.exchanges = 0
             super()._train_step(batches)
+            assert job.by != "ddp" or self.exchanges == 1, "micro-batches before the last of a step exchange nothing"
 
         def loss(self, batch):
+            self.exchanges += getattr(self.wrapped, "require_backward_grad_sync", 0)  # which DDP reads before it runs
             bad = self.step in job.poison and self.accelerator.process_index == 1
             return super().loss(batch) * (float("nan") if bad else 1.0)
 

@@ -4,6 +4,7 @@ Weights are kept in full; ZeRO 1 shards the optimizer state over the processes, 
 engine runs the backward pass, clips gradients, skips steps with non-finite gradients, and updates the weights.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ class ZeroUpdater(Updater):
         self.handles = [p.register_hook(lambda _, name=name: self.with_grad.add(name)) for name, p in trained.items()]
         self.trained = list(trained)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
         self.engine.set_gradient_accumulation_boundary(last)
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
 
     def params_without_grad(self) -> list[str]:

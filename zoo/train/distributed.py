@@ -78,7 +78,7 @@ def _configure_deepspeed(settings: AnySettings, accelerator: Accelerator) -> Non
     autocast = {"dtype": "bfloat16", "lower_precision_safe_modules": []}
     found["torch_autocast"] = {"enabled": settings.run.precision == "bf16", **autocast}
     found["gradient_clipping"] = settings.optim.clip_grad_norm or 0.0
-    found["gradient_accumulation_steps"] = 1  # `ZeroUpdater.backward` marks the last micro-batch of a step
+    found["gradient_accumulation_steps"] = 1  # `ZeroUpdater.micro_batch` marks the last micro-batch of a step
     micro_batches = accelerator.num_processes * settings.optim.grad_accum_steps
     found["train_micro_batch_size_per_gpu"] = settings.data.batch_size // micro_batches
 

@@ -212,8 +212,8 @@ class TrainingRun(ABC, Generic[B]):
             self._note_unreadable(batch)
             # seeded after the batch was read, since reading it in this process draws from the same generators
             seed_everything(self.settings.run.seed, self.step, self.accelerator.process_index, number)
-            last = number == self.plan.micro_batches - 1
-            self.update.backward(self.loss(batch) / self.plan.micro_batches, last)
+            with self.update.micro_batch(last=number == self.plan.micro_batches - 1):
+                self.update.backward(self.loss(batch) / self.plan.micro_batches)
         if self.step == 0 and (idle := self.update.params_without_grad()):
             raise TrainingFailed(f"these new parameters receive no gradient: {', '.join(idle)}")
         self.step += 1

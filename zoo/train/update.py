@@ -65,12 +65,16 @@ class Updater:
         mixers = [m for m in model.modules() if isinstance(m, Mixer)]
         self._projected = [m for m in mixers if type(m).project_ is not Mixer.project_]
 
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of one micro-batch. last: whether it is the last one of the step."""
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Context of the forward and backward pass of one micro-batch: DDP, which reads in the forward pass whether it
+        will all-reduce gradients, does so only for the last one of a step."""
         # FSDP2: always reduce-scatter; `no_sync` would keep unsharded gradients between micro-batches
         wait = not last and not self.accelerator.is_fsdp2
-        with self.accelerator.no_sync(self.wrapped) if wait else contextlib.nullcontext():
-            self.accelerator.backward(loss)
+        return self.accelerator.no_sync(self.wrapped) if wait else contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one micro-batch."""
+        self.accelerator.backward(loss)
 
     def params_without_grad(self) -> list[str]:
         """Return the new parameters of mixers that have no gradient after the backward passes of a step."""
