@@ -13,7 +13,7 @@ from hla_kernels import op
 from hla_kernels.dispatch import verify
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec
-from hla_kernels.hla.fused.spec import ORDERS
+from hla_kernels.hla.fused.spec import MOMENTS
 from tests.helpers.fused_gpu import ANCHORED, BF16, ELU, FP16, FP32, OPS, RATIO
 
 PAIR = {"feature_map": "softmax_pair", "normalize": True}
@@ -32,7 +32,7 @@ def test_why_not_names_what_is_missing():
     assert "single centred key" in fused.why_not(*[q[:, :1]] * 3, Spec("hla2", center="k", ridge=0.1))
     for options in ({"center": "k"}, {"center": "qk", "ridge": 0.1}, {"feature_map": "elu1", "normalize": True}):
         assert fused.why_not(*[q[:, :1]] * 3, Spec("hla2", **options)) is None
-    ratio = [Spec(name, "elu1", True) for name in ORDERS]
+    ratio = [Spec(name, "elu1", True) for name in MOMENTS]
     assert all("float16" in fused.why_not(*[q.half()] * 3, spec) for spec in ratio)
 
 

@@ -10,6 +10,7 @@ miscompiled by Triton). c = (c1, c2, c3, c4) are the coefficients of `polynomial
 import triton
 import triton.language as tl
 
+from .spec import MOMENTS
 from .tiles import (
     add4,
     axpy2,
@@ -27,11 +28,12 @@ from .tiles import (
 
 
 @triton.constexpr_function
-def has(name, order):
-    """Whether an order has a moment, or the weight in its place in `spec.Layout` (by name or index). 1 to 5:
-    `spec.ORDERS`; 6: what `polynomial` needs in addition to hla3; then single moments."""
-    of = {1: "P", 2: "SC", 3: "PR", 4: "PSW", 5: "PSCRW", 6: "CR", 7: "W", 8: "S", 9: "C", 10: "R"}
-    return ("PSCRW"[name] if isinstance(name, int) else name) in of[order]
+def has(moment, order):
+    """Whether an order, the name of an operator or the letters of some moments ("CR"), has a moment, or the weight in
+    its place in `spec.Layout`."""
+    if order in MOMENTS:  # Triton takes no method of a global
+        order = MOMENTS[order]
+    return moment in order
 
 
 @triton.jit
@@ -49,23 +51,23 @@ def scale_moments(
     z = zeros2(F)
     kbar = axpy2(z, -1.0 / n, sk, F)
     qbar = axpy2(z, -1.0 / n, sq, F)
-    if has("P", ORDER) and (CENTER >= 1 or ONES):
+    if has("P", ORDER) and (CENTER is not None or ONES):
         mp = rank1(mp, kbar, sv, F, V)
-    if has("S", ORDER) and CENTER >= 1:
+    if has("S", ORDER) and CENTER is not None:
         ms = rank1(ms, kbar, sk, F, F)
-    if has("R", ORDER) and CENTER >= 1:
+    if has("R", ORDER) and CENTER is not None:
         mr = rank1(mr, kbar, sq, F, F)
-    if has("C", ORDER) and (CENTER == 2 or ONES):
+    if has("C", ORDER) and (CENTER == "qk" or ONES):
         mc = rank1(mc, qbar, sv, F, V)
-    if has("W", ORDER) and CENTER == 2:
+    if has("W", ORDER) and CENTER == "qk":
         mw = rank1(mw, qbar, sq, F, F)
     ms = scale4(ms, s)
     mr = scale4(mr, s)
     if RIDGE:
-        if ORDER == 3:
-            mr = add4(mr, eye4(ridge, F), F, F)
-        elif ORDER != 1:
+        if has("S", ORDER):
             ms = add4(ms, eye4(ridge, F), F, F)
+        elif has("R", ORDER):
+            mr = add4(mr, eye4(ridge, F), F, F)
     return scale4(mp, s), ms, scale4(mc, s), mr, scale4(mw, s)
 
 
@@ -74,9 +76,9 @@ def ones_moments(sums, s, CENTER: tl.constexpr, F: tl.constexpr):
     """P and C of v = 1: p1 = s Sum k and q1 = s Sum q, zero where centred."""
     p1 = zeros2(F)
     q1 = zeros2(F)
-    if CENTER == 0:
+    if CENTER is None:
         p1 = axpy2(p1, s, sums[1], F)
-    if CENTER <= 1:
+    if CENTER != "qk":
         q1 = axpy2(q1, s, sums[0], F)
     return p1, q1
 
@@ -90,7 +92,7 @@ def anchor(m, p1, q1, sums, ORDER: tl.constexpr, F: tl.constexpr, V: tl.constexp
     rounded to the dtype of the tokens that part would cancel in dq and leave its rounding error.
     """
     a = zeros2(V)
-    if ORDER == 2:
+    if ORDER == "hla2":
         top = vecmat(sums[0], m[2], F, V)
         den = tl.sum(rowdot(row1(sums[0]), row1(q1), F))
     else:
@@ -179,19 +181,19 @@ def centre_rows(
     h = -1.0 / n
     q = axpy2(zeros2(F), h, sq, F)
     k = axpy2(zeros2(F), h, sk, F)
-    if ORDER != 2 and (CENTER >= 1 or MEAN):
+    if has("P", ORDER) and (CENTER is not None or MEAN):
         row_v = axpy2(row_v, 1.0, matvec(w[0], k, V, F), V)
         row_k = axpy2(row_k, h, vecmat(sv, w[0], V, F), F)
-    if CENTER >= 1:
-        if ORDER == 2 or ORDER >= 4:
+    if CENTER is not None:
+        if has("S", ORDER):
             row_k = axpy2(row_k, 1.0, vecmat(k, w[1], F, F), F)
-        if ORDER == 3 or ORDER == 5:
+        if has("R", ORDER):
             row_q = axpy2(row_q, 1.0, matvec(w[3], k, F, F), F)
             row_k = axpy2(row_k, 1.0, vecmat(q, w[3], F, F), F)
-    if (ORDER == 2 or ORDER == 5) and (CENTER == 2 or MEAN):
+    if has("C", ORDER) and (CENTER == "qk" or MEAN):
         row_v = axpy2(row_v, 1.0, matvec(w[2], q, V, F), V)
         row_q = axpy2(row_q, h, vecmat(sv, w[2], V, F), F)
-    if ORDER >= 4 and CENTER == 2:
+    if has("W", ORDER) and CENTER == "qk":
         row_q = axpy2(row_q, 1.0, vecmat(q, w[4], F, F), F)
     return row_q, row_k, row_v
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...features import feature_width
 
-ORDERS = {"linear_attention": 1, "hla2": 2, "ahla": 3, "hla3": 4, "polynomial": 5}
-CENTERS = {None: 0, "k": 1, "qk": 2}
+# moments of the operators: P = Sum k v', S = Sum k k', C = Sum q v', R = Sum k q', W = Sum q q'
+MOMENTS = {"linear_attention": "P", "hla2": "SC", "ahla": "PR", "hla3": "PSW", "polynomial": "PSCRW"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_D, MAX_D = 16, 128
 
@@ -193,17 +193,15 @@ class Layout(NamedTuple):
 
 def layout(spec: Spec, w: Widths) -> Layout:
     """Sizes of the buffers of one head; only what the call writes takes room."""
-    order, fd, dv = ORDERS[spec.op], w.F.D, w.V.D
+    fd, dv = w.F.D, w.V.D
     ff, fv = fd * fd, fd * dv
+    moments = [size * int(name in MOMENTS[spec.op]) for name, size in zip("PSCRW", (fv, ff, fv, ff, ff), strict=True)]
     # int: torch 2.11 cannot multiply a symbol by a bool
     sums = int(spec.sums)
     ones = int(spec.normalize)
-    sizes = (
-        fv * int(order != 2), ff * int(order == 2 or order >= 4), fv * int(order in (2, 5)), ff * int(order in (3, 5)),
-        ff * int(order >= 4), fd * sums, fd * sums, dv * sums, fd * ones, dv * ones,
-    )  # fmt: skip
+    sizes = (*moments, fd * sums, fd * sums, dv * sums, fd * ones, dv * ones)
     starts = dict(zip(Layout._fields, (sum(sizes[:i]) for i in range(11)), strict=False))
-    return Layout(**starts, KW=sum(sizes[:5]), KG=fv + fd + dv, fd=fd, dv=dv)
+    return Layout(**starts, KW=sum(moments), KG=fv + fd + dv, fd=fd, dv=dv)
 
 
 def summed_factors(spec: Spec) -> int:

@@ -8,7 +8,7 @@ import torch
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec, plan
 from hla_kernels.hla.fused.plan import paths
-from hla_kernels.hla.fused.spec import ORDERS
+from hla_kernels.hla.fused.spec import MOMENTS
 from hla_kernels.sequences import WHOLE, Sequences
 from tests.helpers.error_rule import LIMITS, features_as_read, relative_error
 from tests.ops.fused.cases import FULL, HALF, make, poison
@@ -92,7 +92,7 @@ def test_sequences(monkeypatch, case, kind):
 
 @pytest.mark.parametrize(
     ("op", "options"),
-    (*((op, options) for op in ORDERS for options in (ELU_MEAN, {"center": "k"})), ("hla2", {"center": "qk"})),
+    (*((op, options) for op in MOMENTS for options in (ELU_MEAN, {"center": "k"})), ("hla2", {"center": "qk"})),
     ids=str,
 )
 def test_of_a_token_that_is_its_own_mean_nothing_is_left(monkeypatch, op, options):

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hla_kernels.hla import fused
 from hla_kernels.hla.fused import Spec
-from hla_kernels.hla.fused.spec import ORDERS
+from hla_kernels.hla.fused.spec import MOMENTS
 from hla_kernels.op import prepare
 from hla_kernels.sequences import WHOLE
 from tests.ops.fused.children import SHARED_LIMIT, run
@@ -33,7 +33,7 @@ CASES = (
     # the assembler waits for every product of a kernel if one is carried into the next turn of a loop
     *(("linear_attention", RATIO, *SHAPES[i], "products") for i in (0, 2, 5)),
     *(
-        (op, options, *shape) for op in ORDERS for options in (PLAIN, ANCHORED, RATIO) for shape in SHAPES
+        (op, options, *shape) for op in MOMENTS for options in (PLAIN, ANCHORED, RATIO) for shape in SHAPES
         if (op, options, shape[-1]) != ("polynomial", RATIO, 128)
     ),
     ("ahla", PLAIN, 60, 6, 1025, 64),
@@ -55,10 +55,13 @@ CASES = (
     ("hla2", PLAIN, 32, 16, 1024, 72, "float16"),
     ("hla2", PLAIN, 2, 12, 32760, 128, "float16"),
     ("polynomial", PLAIN, 64, 16, 256, 64, "float16"),
-    *((op, PLAIN, 1, 12, 4095, 128, "shared") for op in ORDERS),
+    *((op, PLAIN, 1, 12, 4095, 128, "shared") for op in MOMENTS),
     # values that are narrower or wider than keys, and widths that are no sum of few powers of two
-    *((op, options, 2, 2, 197, d) for op in ORDERS for options in (PLAIN, ANCHORED, RATIO) for d in ("64x32", "40x72")),
-    *((op, PLAIN, 2, 2, 1025, d) for op in ORDERS for d in (24, 40, 96)),
+    *(
+        (op, options, 2, 2, 197, d)
+        for op in MOMENTS for options in (PLAIN, ANCHORED, RATIO) for d in ("64x32", "40x72")
+    ),
+    *((op, PLAIN, 2, 2, 1025, d) for op in MOMENTS for d in (24, 40, 96)),
     *(("linear_attention", PLAIN, 2, 2, 1025, d) for d in ("64x16", "72x16", "128x16")),
     ("ahla", ANCHORED, 2, 2, 1025, "128x96"),
     ("linear_attention", RATIO, 1, 12, 4095, 64, "shared"),
@@ -73,7 +76,7 @@ OUTSIDE_LOOPS = 16
 
 @pytest.mark.kernels
 @pytest.mark.timeout(0)  # with a new compiler it compiles for many minutes, and keeps what it has done
-@pytest.mark.parametrize("op", ORDERS)
+@pytest.mark.parametrize("op", MOMENTS)
 def test_no_spills(op, tmp_path):
     """Those of an operator in one process: to begin takes as long as to compile."""
     cases = [case for case in CASES if case[0] == op]
@@ -107,7 +110,7 @@ def test_another_number_of_tokens_compiles_nothing(op, options, d, heads, kind):
     assert found[0] and all(keys == found[0] for keys in found)
 
 
-@pytest.mark.parametrize("op", ORDERS)
+@pytest.mark.parametrize("op", MOMENTS)
 def test_the_first_use_check_runs_what_a_call_launches(op):
     """Of every variant: few and many heads, heads cut into parts, precise products of long ratios, no backward."""
     from hla_kernels.dispatch import trial

@@ -30,7 +30,7 @@ def at_head(ptr, strides, at, h, ALIGN: tl.constexpr):
 def load_coefficients(ptr, h, ORDER: tl.constexpr):
     """Return (c1, c2, c3, c4) of head h; ones for the orders that have none."""
     c = (1.0, 1.0, 1.0, 1.0)
-    if ORDER == 5:
+    if ORDER == "polynomial":
         p = ptr + h * 4
         c = (
             tl.load(p).to(tl.float32), tl.load(p + 1).to(tl.float32), tl.load(p + 2).to(tl.float32),
@@ -54,12 +54,14 @@ def head_forward(
     v, vn = at_head(v, vs, at, h // G, ALIGN), vs[1] * ALIGN
     m1 = zeros2(F)
     row = zeros2(V)
-    raw, sums, _ = sum_moments(q, k, v, q, qn, kn, vn, qn, 0, N, 1, 3 if NORM else 0, False, True, F, V, BN, PREC)
-    m = scale_moments(raw, sums, scale, N[1], 0.0, 1, 0, NORM, False, F, V)
+    raw, sums, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, "linear_attention", 3 if NORM else 0, False, True, F, V, BN, PREC
+    )
+    m = scale_moments(raw, sums, scale, N[1], 0.0, "linear_attention", None, NORM, False, F, V)
     out = m[0]
     if NORM:
-        m1, q1 = ones_moments(sums, scale, 0, F)
-        a = anchor(m, m1, q1, sums, 1, F, V)
+        m1, q1 = ones_moments(sums, scale, None, F)
+        a = anchor(m, m1, q1, sums, "linear_attention", F, V)
         out, row = affine(out, m1, sums, a, N[1], F, V)
     out, unit = cast_operator(out, q.dtype.element_ty, NORM, F, V)
     if SAVE:
@@ -94,13 +96,13 @@ def head_backward(
     k, kn = at_head(k, ks, at, h // G, ALIGN), ks[1] * ALIGN
     v, vn = at_head(v, vs, at, h // G, ALIGN), vs[1] * ALIGN
     g, gn = at_head(g, gs, at, h, ALIGN), gs[1] * ALIGN
-    m, _, dm = sum_moments(q, k, v, g, qn, kn, vn, gn, 0, N, 1, False, True, False, F, V, BN, PREC)
+    m, _, dm = sum_moments(q, k, v, g, qn, kn, vn, gn, 0, N, "linear_attention", False, True, False, F, V, BN, PREC)
     mt, mt_unit = cast_operator(trans4(scale4(m[0], scale)), q.dtype.element_ty, False, V, F)
     dm = scale4(dm, scale)
-    w, unit = cast_weights((dm, dm, dm, dm, dm), 1, q.dtype.element_ty, F, V)
+    w, unit = cast_weights((dm, dm, dm, dm, dm), "linear_attention", q.dtype.element_ty, F, V)
     m1 = zeros2(F)
     write_grads(
         q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
         kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, 0, w, unit,
-        (m1, m1, zeros2(V)), 0, 1, False, False, F, V, BO, PREC, mt_unit=mt_unit,
+        (m1, m1, zeros2(V)), 0, "linear_attention", False, False, F, V, BO, PREC, mt_unit=mt_unit,
     )  # fmt: skip

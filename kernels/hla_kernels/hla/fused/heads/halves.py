@@ -36,9 +36,9 @@ def half(a, A: tl.constexpr, B: tl.constexpr):
 @triton.jit
 def factors_of(m, ORDER: tl.constexpr):
     """Return the moments that an order multiplies: (C, S), (P, R) or (P, S, W), three of either."""
-    if ORDER == 2:
+    if ORDER == "hla2":
         out = (m[2], m[1], m[1])
-    elif ORDER == 3:
+    elif ORDER == "ahla":
         out = (m[0], m[3], m[3])
     else:
         out = (m[0], m[1], m[4])
@@ -59,7 +59,7 @@ def get_factors(at, units, ORDER: tl.constexpr, P: tl.constexpr):
     x = load4(at, P, P, P.D, 1)
     y = load4(at + P.D * P.D, P, P, P.D, 1)
     z = y
-    if ORDER == 4:
+    if ORDER == "hla3":
         z = load4(at + 2 * P.D * P.D, P, P, P.D, 1)
     return (x, y, z), (tl.load(units), tl.load(units + 1), tl.load(units + 2))
 
@@ -128,9 +128,9 @@ def times_symmetric(a, b, A: tl.constexpr, K: tl.constexpr):
 def half_operator(m, u, t, ORDER: tl.constexpr, W: tl.constexpr):
     """Return M'; t = S W in units of its factors."""
     x, y, _ = m
-    if ORDER == 2:
+    if ORDER == "hla2":
         out = scale4(times(trans4(x), y, W, W, W), u[0] * u[1])
-    elif ORDER == 3:
+    elif ORDER == "ahla":
         out = scale4(times(trans4(x), trans4(y), W, W, W), u[0] * u[1])
     else:
         out = scale4(times(trans4(x), trans4(t), W, W, W), u[0] * u[1] * u[2])
@@ -138,24 +138,24 @@ def half_operator(m, u, t, ORDER: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def half_weight(m, u, t, dm, pd, s, NAME: tl.constexpr, ORDER: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr):
-    """WP', WS, WC', WR' or WW (NAME 0 .. 4) of `algebra.weights` in a dtype; t = S W, pd = P dM' in units of their
-    factors, s the scale of a moment times the unit of dM'."""
+def half_weight(m, u, t, dm, pd, s, MOMENT: tl.constexpr, ORDER: tl.constexpr, W: tl.constexpr, dtype: tl.constexpr):
+    """WP', WS, WC', WR' or WW, by the MOMENT, in a dtype; t = S W, pd = P dM' in units of their factors, s the scale
+    of a moment times the unit of dM'."""
     x, y, z = m
     ux, uy, uz = u
-    if NAME == 0:
-        if ORDER == 4:
+    if MOMENT == "P":
+        if ORDER == "hla3":
             w = scale4(times(dm, t, W, W, W), s * uy * uz)
         else:
             w = scale4(times(dm, y, W, W, W), s * uy)
-    elif NAME == 1:
-        if ORDER == 4:
+    elif MOMENT == "S":
+        if ORDER == "hla3":
             w = scale4(times_symmetric(z, pd, W, W), s * ux * uz)
         else:
             w = scale4(times_symmetric(x, dm, W, W), s * ux)
-    elif NAME == 2:
+    elif MOMENT == "C":
         w = scale4(times(dm, y, W, W, W), s * uy)
-    elif NAME == 3:
+    elif MOMENT == "R":
         w = scale4(times(x, dm, W, W, W), s * ux)
     else:
         w = scale4(times_symmetric(pd, y, W, W), s * ux * uy)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..algebra import centre_rows, less_mean, ones_moments, scale_moments
 from ..loops import means, read_out, span, sum_moments
+from ..spec import MOMENTS
 from ..split.grads import load_weights
 from ..tiles import (
     axpy2,
@@ -41,7 +42,7 @@ from .halves import (
 @triton.constexpr_function
 def factor_count(order):
     """Return the number of moments that an order multiplies."""
-    return {1: 0, 4: 3}.get(order, 2)
+    return len(MOMENTS[order])
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def one_by_one(m, ORDER: tl.constexpr, F: tl.constexpr):
     x, y, z = factors_of(m, ORDER)
     x, ux = half(x, F, F)
     y, uy = half(y, F, F)
-    if ORDER == 4:
+    if ORDER == "hla3":
         z, uz = half(z, F, F)
     else:
         z, uz = y, uy
@@ -61,7 +62,7 @@ def one_by_one(m, ORDER: tl.constexpr, F: tl.constexpr):
 def ones_through(y, p1, q1, ORDER: tl.constexpr, F: tl.constexpr):
     """Return m1 = S q1 (hla2) or R p1 (ahla). S is symmetric, and sums along rows need fewer exchanges of threads."""
     x = p1
-    if ORDER == 2:
+    if ORDER == "hla2":
         x = q1
     return matvec(y, x, F, F)
 
@@ -99,7 +100,7 @@ def summed_forward(
 ):  # fmt: skip
     """o of one head. SAVE: its sums, if there are any (NORM: m1 and mean value too), at vectors [B * H, K], its
     factors [B * H, 2 or 3, P, P] and units [B * H, 4], and M [B * H, D, D]."""
-    SUMMED: tl.constexpr = NORM or MEAN or CENTER > 0
+    SUMMED: tl.constexpr = NORM or MEAN or CENTER is not None
     pid = tl.program_id(0)
     head, h = pid.to(tl.int64), pid % H
     at, N, scale = span(N, pid // H, pid, scale)
@@ -123,26 +124,26 @@ def summed_forward(
     m1 = row
     if HERE:
         x = m[0]
-        if NORM and ORDER < 4:  # before the factors are rounded, while they are in registers
+        if NORM and ORDER != "hla3":  # before the factors are rounded, while they are in registers
             m1 = ones_through(factors_of(m, ORDER)[1], p1, q1, ORDER, F)
-        if ORDER > 1:
+        if ORDER != "linear_attention":
             factor, u = one_by_one(m, ORDER, F)
             t = factor[1]
     else:
         # one in float32 at a time: what is not read of a call is not computed; then through memory, whence tensor cores
         # get factors without registers
         x, y, z = factors_of(m, ORDER)
-        if ORDER > 1:
+        if ORDER != "linear_attention":
             factors += head * factor_count(ORDER) * P.D * P.D
             units += head * 4
             x, ux = half(x, F, F)
             store4(factors, x, P, P, P.D, 1)
-            if NORM and ORDER < 4:
+            if NORM and ORDER != "hla3":
                 m1 = ones_through(y, p1, q1, ORDER, F)
             y, uy = half(y, F, F)
             store4(factors + P.D * P.D, y, P, P, P.D, 1)
             uz = uy
-            if ORDER == 4:
+            if ORDER == "hla3":
                 z, uz = half(z, F, F)
                 store4(factors + 2 * P.D * P.D, z, P, P, P.D, 1)
             put_three(units, (ux, uy, uz))
@@ -150,12 +151,12 @@ def summed_forward(
             factor, _ = get_factors(factors, units, ORDER, P)
             u = (ux, uy, uz)
             t = factor[1]
-    if ORDER == 4:
+    if ORDER == "hla3":
         whole = times(factor[1], factor[2], F, F, F)
         t = cast4(whole, tl.float16)
         if NORM:
             m1 = matvec(whole, axpy2(zeros2(F), u[1] * u[2], p1, F), F, F)
-    if ORDER == 1:
+    if ORDER == "linear_attention":
         out = cast4(x, q.dtype.element_ty)
     else:
         mt = half_operator(factor, u, t, ORDER, F)
@@ -174,17 +175,17 @@ def summed_forward(
 
 
 @triton.jit
-def weights2(to, m, u, t, dm, s, scale, q1, one, mean, NORM: tl.constexpr, F: tl.constexpr, L: tl.constexpr):
+def weights_hla2(to, m, u, t, dm, s, scale, q1, one, mean, NORM: tl.constexpr, F: tl.constexpr, L: tl.constexpr):
     """Write WC' and WS of hla2, the latter + s (q1 dm1' + dm1 q1') of a ratio; return the rows."""
     dtype: tl.constexpr = to.dtype.element_ty
     z = zeros2(F)
     row_q = z
-    wc = half_weight(m, u, t, dm, dm, s, 2, 2, F, dtype)
+    wc = half_weight(m, u, t, dm, dm, s, "C", "hla2", F, dtype)
     store4(to + L.C, wc, F, F, F.D, 1)
     if NORM:
         row_q = less_mean(row_q, wc, mean, F)
         row_q = axpy2(row_q, 1.0, matvec(cast4(m[1], tl.float32), axpy2(z, scale * u[1], one, F), F, F), F)
-    ws = half_weight(m, u, t, dm, dm, s, 1, 2, F, tl.float32)
+    ws = half_weight(m, u, t, dm, dm, s, "S", "hla2", F, tl.float32)
     if NORM:
         ws = rank1(ws, axpy2(z, scale, q1, F), one, F, F)
         ws = rank1(ws, axpy2(z, scale, one, F), q1, F, F)
@@ -193,16 +194,16 @@ def weights2(to, m, u, t, dm, s, scale, q1, one, mean, NORM: tl.constexpr, F: tl
 
 
 @triton.jit
-def weights3(to, m, u, t, dm, s, scale, p1, one, mean, NORM: tl.constexpr, F: tl.constexpr, L: tl.constexpr):
+def weights_ahla(to, m, u, t, dm, s, scale, p1, one, mean, NORM: tl.constexpr, F: tl.constexpr, L: tl.constexpr):
     """Write WP' and WR' of ahla, the latter + s p1 dm1' of a ratio; return the rows."""
     z = zeros2(F)
     row_k = z
-    wp = half_weight(m, u, t, dm, dm, s, 0, 3, F, to.dtype.element_ty)
+    wp = half_weight(m, u, t, dm, dm, s, "P", "ahla", F, to.dtype.element_ty)
     store4(to + L.P, wp, F, F, F.D, 1)
     if NORM:  # before WR' takes registers
         row_k = less_mean(row_k, wp, mean, F)
         row_k = axpy2(row_k, 1.0, vecmat(axpy2(z, scale * u[1], one, F), cast4(t, tl.float32), F, F), F)
-    wr = half_weight(m, u, t, dm, dm, s, 3, 3, F, tl.float32)
+    wr = half_weight(m, u, t, dm, dm, s, "R", "ahla", F, tl.float32)
     if NORM:
         wr = rank1(wr, axpy2(z, scale, p1, F), one, F, F)
     store4(to + L.R, wr, F, F, F.D, 1)
@@ -210,7 +211,7 @@ def weights3(to, m, u, t, dm, s, scale, p1, one, mean, NORM: tl.constexpr, F: tl
 
 
 @triton.jit
-def weights4(to, m, u, t, dm, pd, s, more, scale, one, mean, NORM: tl.constexpr, F: tl.constexpr, L: tl.constexpr):
+def weights_hla3(to, m, u, t, dm, pd, s, more, scale, one, mean, NORM: tl.constexpr, F: tl.constexpr, L: tl.constexpr):
     """Write WP', WS and WW of hla3 and return the rows; pd = P dM' (+ p1 dm1' of a ratio) in `more` times the units of
     P and dM'."""
     dtype: tl.constexpr = to.dtype.element_ty
@@ -218,12 +219,12 @@ def weights4(to, m, u, t, dm, pd, s, more, scale, one, mean, NORM: tl.constexpr,
     row_k = z
     if NORM:  # before WP' takes registers
         row_k = vecmat(axpy2(z, scale * u[1] * u[2], one, F), cast4(t, tl.float32), F, F)
-    wp = half_weight(m, u, t, dm, pd, s, 0, 4, F, dtype)
+    wp = half_weight(m, u, t, dm, pd, s, "P", "hla3", F, dtype)
     store4(to + L.P, wp, F, F, F.D, 1)
     if NORM:
         row_k = less_mean(row_k, wp, mean, F)
-    store4(to + L.S, half_weight(m, u, t, dm, pd, s * more, 1, 4, F, dtype), F, F, F.D, 1)
-    store4(to + L.W, half_weight(m, u, t, dm, pd, s * more, 4, 4, F, dtype), F, F, F.D, 1)
+    store4(to + L.S, half_weight(m, u, t, dm, pd, s * more, "S", "hla3", F, dtype), F, F, F.D, 1)
+    store4(to + L.W, half_weight(m, u, t, dm, pd, s * more, "W", "hla3", F, dtype), F, F, F.D, 1)
     return z, row_k, z
 
 
@@ -242,7 +243,7 @@ def summed_middle(
     weights += head * L.KW
     z = zeros2(F)
     sums = (z, z, z)
-    if NORM or MEAN or CENTER > 0:
+    if NORM or MEAN or CENTER is not None:
         sums = (load_vec(vectors + L.SUM_Q, F), load_vec(vectors + L.SUM_K, F), load_vec(vectors + L.SUM_V, F))
     dm = load4(grads, F, F, F.D, 1)
     one = z  # the gradient of m1
@@ -251,22 +252,22 @@ def summed_middle(
     if NORM:
         one = load_vec(grads + F.D * F.D, F)
         p1, q1 = ones_moments(sums, scale, CENTER, F)
-        ones = p1 if ORDER > 2 else q1
+        ones = q1 if ORDER == "hla2" else p1
     if MEAN:
         row_v = axpy2(z, 1.0 / n, load_vec(grads + F.D * F.D + F.D, F), F)
     mean = (vectors + L.SUM_V, n)
-    if ORDER == 1:
+    if ORDER == "linear_attention":
         store4(weights + L.P, scale4(dm, scale), F, F, F.D, 1)
     else:
         dm, unit = half(dm, F, F)
         dm = again(room, dm, P)
         m, u = get_factors(factors + head * factor_count(ORDER) * P.D * P.D, units + head * 4, ORDER, P)
         s = scale * unit
-    if ORDER == 2:
-        rows_of = weights2(weights, m, u, m[1], dm, s, scale, ones, one, mean, NORM, F, L)
-    elif ORDER == 3:
-        rows_of = weights3(weights, m, u, m[1], dm, s, scale, ones, one, mean, NORM, F, L)
-    elif ORDER == 4:
+    if ORDER == "hla2":
+        rows_of = weights_hla2(weights, m, u, m[1], dm, s, scale, ones, one, mean, NORM, F, L)
+    elif ORDER == "ahla":
+        rows_of = weights_ahla(weights, m, u, m[1], dm, s, scale, ones, one, mean, NORM, F, L)
+    elif ORDER == "hla3":
         t = again(room + P.D * P.D, times(m[1], m[2], F, F, F), P)
         pd = times(m[0], dm, F, F, F)
         more = 1.0
@@ -274,8 +275,8 @@ def summed_middle(
             pd, more = half(rank1(scale4(pd, u[0] * unit), ones, one, F, F), F, F)
             more = more / (u[0] * unit)
         pd = again(room + 2 * P.D * P.D, pd, P)
-        rows_of = weights4(weights, m, u, t, dm, pd, s, more, scale, one, mean, NORM, F, L)
-    if MEAN or CENTER > 0:
+        rows_of = weights_hla3(weights, m, u, t, dm, pd, s, more, scale, one, mean, NORM, F, L)
+    if MEAN or CENTER is not None:
         tl.debug_barrier()  # every thread reads what others wrote: registers hold one weight at a time
         w = load_weights(weights, ORDER, L, F, F)
         rows_of = centre_rows(w, 1.0, sums, z, z, row_v, n, ORDER, CENTER, MEAN, F, F)

@@ -17,7 +17,7 @@ from ..loops.parts import add_parts, combine
 from ..middle import middle, middle_grads_value
 from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
 from ..plan import paths
-from ..spec import operator_dtype, padded, placed
+from ..spec import MOMENTS, operator_dtype, padded, placed
 from ..split import apply, apply_grads, reduce_moments, reduce_readout
 from .call import BLOCK, Call, Kept, Outs, Pair, Saved, unfused
 
@@ -151,9 +151,8 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     blocks = -(-lay.fd // sizes["BR"])
     dc = call.buffer(call.b, call.h, blocks, 4) if learned else None
     common |= call.pick("ORDER", "NORM", "CENTER")
-    order = call.flags["ORDER"]
-    cross = call.buffer(call.bh, lay.fd, lay.fd) if order >= 4 else None
-    if order > 1 or call.spec.sums:
+    cross = call.buffer(call.bh, lay.fd, lay.fd) if "W" in MOMENTS[call.spec.op] else None
+    if call.spec.op != "linear_attention" or call.spec.sums:
         # fused multiply-adds would round differently in the threads that share a sum and all write it
         launch(
             middle_grads_key, call.bh * blocks,
@@ -162,7 +161,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
             HALF=call.q.dtype == torch.float16,
             enable_fp_fusion=call.coefficients is not None,
         )  # fmt: skip
-    if order >= 4:
+    if cross is not None:
         launch(
             middle_grads_pair, call.bh * blocks * 2,
             saved.state, grads, weights, call.coefficients, dc, cross, *scalars, **common,

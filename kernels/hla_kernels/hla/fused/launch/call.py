@@ -11,7 +11,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ....sequences import Sequences
 from .. import plan
-from ..spec import CENTERS, ORDERS, Spec, layout, operator_dtype, placed, summed_factors, summed_floats
+from ..spec import Spec, layout, operator_dtype, placed, summed_factors, summed_floats
 
 BLOCK = 1024
 Outs = tuple[Tensor, Tensor, Tensor]  # outputs dq, dk, dv
@@ -57,7 +57,7 @@ class Call:
         self.planned = plan.planned(self.bh)
         self.w = spec.widths(q.shape[3], v.shape[3])
         self.flags = {
-            "ORDER": ORDERS[spec.op], "NORM": spec.normalize, "CENTER": CENTERS[spec.center], "MEAN": spec.mean_path,
+            "ORDER": spec.op, "NORM": spec.normalize, "CENTER": spec.center, "MEAN": spec.mean_path,
             "RIDGE": spec.ridge != 0.0,
         }  # fmt: skip
         self.prec = plan.precisions(spec, self.w, q.dtype, self.most, self.planned)

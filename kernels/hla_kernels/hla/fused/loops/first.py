@@ -60,7 +60,7 @@ def query_grads(
         m = cast4(load4(matrix + head * F.D * V.D, F, V, V.D, 1), q.dtype.element_ty)
         dm, dm1 = sum_ratio(
             q, g, at_head(dq, dqs, at, h, ALIGN), qn, gn, dqs[1] * ALIGN, lo, hi, m, m1,
-            load_vec(state + L.ROW, V), eps, q, 1, True, F, V, BN, PREC,
+            load_vec(state + L.ROW, V), eps, q, "linear_attention", True, F, V, BN, PREC,
         )  # fmt: skip
         dm1 = end_pairs(dm1, F)
     out += (part * heads + b * H + h).to(tl.int64) * (V.D * F.D + F.D)
@@ -112,7 +112,7 @@ def key_grads(
     dm1 = load_vec(grads + V.D * F.D, F)
     dtype: tl.constexpr = k.dtype.element_ty
     w = scale4(load4(grads, V, F, F.D, 1), scale)
-    w, unit = cast_weights((w, w, w, w, w), 1, dtype, F, V)
+    w, unit = cast_weights((w, w, w, w, w), "linear_attention", dtype, F, V)
     w = w[0]
     scale = scale / unit
     common = (-row[0], -row[1])

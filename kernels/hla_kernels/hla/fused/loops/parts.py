@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..algebra import has
 from .extent import means
 
 NO_SPECIALIZE = ["N", "PARTS", "heads", "scale", "ridge", "n"]
@@ -48,21 +49,21 @@ def combine(
     step = heads.to(tl.int64) * L.K
     FF: tl.constexpr = L.fd * L.fd
     FV: tl.constexpr = L.fd * L.dv
-    KEY: tl.constexpr = CENTER >= 1
-    BOTH: tl.constexpr = CENTER == 2
-    if ORDER != 2:
+    KEY: tl.constexpr = CENTER is not None
+    BOTH: tl.constexpr = CENTER == "qk"
+    if has("P", ORDER):
         combine_section(
             p, o, step, PARTS, block, scale, n, ridge, L.P, FV, L.dv, L.SUM_K, L.SUM_V, KEY or ONES, False, BLOCK
         )
-    if ORDER == 2 or ORDER >= 4:
+    if has("S", ORDER):
         combine_section(p, o, step, PARTS, block, scale, n, ridge, L.S, FF, L.fd, L.SUM_K, L.SUM_K, KEY, RIDGE, BLOCK)
-    if ORDER == 2 or ORDER == 5:
+    if has("C", ORDER):
         combine_section(
             p, o, step, PARTS, block, scale, n, ridge, L.C, FV, L.dv, L.SUM_Q, L.SUM_V, BOTH or ONES, False, BLOCK
         )
-    if ORDER == 3 or ORDER == 5:
+    if has("R", ORDER):
         combine_section(p, o, step, PARTS, block, scale, n, ridge, L.R, FF, L.fd, L.SUM_K, L.SUM_Q, KEY, RIDGE, BLOCK)
-    if ORDER >= 4:
+    if has("W", ORDER):
         combine_section(p, o, step, PARTS, block, scale, n, ridge, L.W, FF, L.fd, L.SUM_Q, L.SUM_Q, BOTH, False, BLOCK)
     if SUMS:
         combine_section(p, o, step, PARTS, block, 1.0, n, ridge, L.SUM_Q, 2 * L.fd + L.dv, 1, 0, 0, False, False, BLOCK)

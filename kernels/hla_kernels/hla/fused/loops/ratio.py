@@ -157,13 +157,13 @@ def sum_ratio(
         unit = power_of_two(total_of(m1, F))
     SPARE: tl.constexpr = spare(F.D, F.D1, F.D2, dtype)
     # dm1 is a row of dM' too, but for coefficients whose gradient it nearly cancels in
-    NUMBER: tl.constexpr = SPARE and spare(V.D, V.D1, V.D2, dtype) and ORDER < 5
+    NUMBER: tl.constexpr = SPARE and spare(V.D, V.D1, V.D2, dtype) and ORDER != "polynomial"
     mt, cols = readout_columns(trans4(cast4(m, dtype)), (-eps * row[0], -eps * row[1]), dtype, F, V)
     ones = cols
     if NUMBER:  # of v = 1: a product holds no registers from turn to turn
         ones = columns(m1, dtype, F)
     # pointers, which take fewer registers than products of strides
-    MOVING: tl.constexpr = WRITE or (F.D2 > 0 and ORDER == 5)
+    MOVING: tl.constexpr = WRITE or (F.D2 > 0 and ORDER == "polynomial")
     dm = zeros4(V, F)
     dm1 = begin_pairs(BN, F)
     i = tl.arange(0, BN)

@@ -194,12 +194,12 @@ def sum_moments(
     """
     SUM_Q: tl.constexpr = SUMS == 2
     SUM_K: tl.constexpr = SUMS == 2
-    SUM_V: tl.constexpr = SUMS == 2 and ORDER != 10
+    SUM_V: tl.constexpr = SUMS == 2 and ORDER != "R"
     ALL: tl.constexpr = SUMS == 1
     KEYS: tl.constexpr = ALL or SUMS == 3
     TAIL: tl.constexpr = F.D2 > 0 and V.D2 > 0 and F.D1 >= 64 and V.D1 >= 64
     # addresses shared with another loop, or addresses that leave no registers for sums
-    AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == 6 or (F.D2 > 0 and SUMS == 2))
+    AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == "CR" or (F.D2 > 0 and SUMS == 2))
     dtype: tl.constexpr = q.dtype.element_ty
     SETTLE: tl.constexpr = SUMS > 0 and (F.D2 > 0 or V.D2 > 0) and dtype != tl.float32
     m = begin_moments(ORDER, F, V, TAIL)
@@ -223,7 +223,7 @@ def sum_moments(
         eq = i
         if TAIL:
             ek = load_tail(k + (zero + start) * kn, j, kn, live, F)
-        if TAIL and ORDER != 1 and ORDER != 3:
+        if TAIL and (has("C", ORDER) or has("W", ORDER)):
             eq = load_tail(q + (zero + start) * qn, j, qn, live, F)
         m = add_moments(m, tq, tk, tv, eq, ek, ORDER, F, V, TAIL, PREC)
         if ALL:
@@ -240,7 +240,7 @@ def sum_moments(
         if GRAD:
             dm, _ = add_gradient(dm, dm, g + (zero + start) * gn, tq, j, gn, live, False, TAIL, F, V, PREC)
         # the last product of the iteration
-        if SETTLE and KEYS and ORDER == 6:  # where nothing else reads sv, it and its product are removed
+        if SETTLE and KEYS and ORDER == "CR":  # where nothing else reads sv, it and its product are removed
             sk = (settled(sk[0]), sk[1])
         if SETTLE and KEYS:
             sv = (settled(sv[0]), sv[1])

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..algebra import has
 from ..tiles import axpy2, load_rows, load_vec, rowmul, store_rows, trans4, zero_rows
 from .extent import alive, anew
 from .stores import get_ratio, store_tokens
@@ -100,16 +101,16 @@ def write_grads(
     """
     ALONE: tl.constexpr = PART == 1 or PART >= 3
     dtype: tl.constexpr = q.dtype.element_ty
-    APART: tl.constexpr = ORDER < 5 and F.D1 > 64 and V.D1 > 64 and dtype != tl.float32
+    APART: tl.constexpr = ORDER != "polynomial" and F.D1 > 64 and V.D1 > 64 and dtype != tl.float32
     # addresses of operands would stay in registers from turn to turn: 80 of them and more
-    HERE: tl.constexpr = F.D2 > 0 and (NORM or ORDER == 5)
+    HERE: tl.constexpr = F.D2 > 0 and (NORM or ORDER == "polynomial")
     row_q, row_k, row_v = rows
-    i = anew(tl.arange(0, BN), hi[0], F.D2 > 0 and ROW and ORDER == 4 and not NORM)  # nor from the pass before
+    i = anew(tl.arange(0, BN), hi[0], F.D2 > 0 and ROW and ORDER == "hla3" and not NORM)  # nor from the pass before
     zero = tl.full([], 0, tl.int64)
     tiles = tl.cdiv(hi[0] - lo, BN)
     for t in tl.range(tiles, disable_licm=HERE):
         start = lo + (tiles - 1 - t) * BN
-        j = anew(i, start, F.D2 > 0 and (ROW or ORDER == 3))
+        j = anew(i, start, F.D2 > 0 and (ROW or ORDER == "ahla"))
         live = alive(start + j, hi)
         tq = load_rows(q + (zero + start) * qn, j, qn, live, F, False)
         tk = load_rows(k + (zero + start) * kn, j, kn, live, F, False)
@@ -117,9 +118,9 @@ def write_grads(
         tg = load_rows(g + (zero + start) * gn, j, gn, live, V, False)
         if PART == 0 or PART == 2 or PART == 4:
             gv = zero_rows(BN, V)
-            if ORDER != 2:
+            if has("P", ORDER):
                 gv = rowmul(gv, tk, trans4(w[0]), F, V, PREC)
-            if ORDER == 2 or ORDER == 5:
+            if has("C", ORDER):
                 gv = rowmul(gv, tq, trans4(w[2]), F, V, PREC)
             gv = in_units(gv, unit, V)
             if not NORM:
@@ -127,11 +128,11 @@ def write_grads(
             put(dv + (zero + start) * dvn, j, dvn, live, gv, ALONE, V)
         if PART == 0 or PART == 2 or PART == 3:
             gk = zero_rows(BN, F)
-            if ORDER != 2:
+            if has("P", ORDER):
                 gk = rowmul(gk, tv, w[0], V, F, PREC)
-            if ORDER == 2 or ORDER >= 4:
-                gk = add_product(gk, tk, w[1], APART and ORDER != 2, F, F, PREC)
-            if ORDER == 3 or ORDER == 5:
+            if has("S", ORDER):
+                gk = add_product(gk, tk, w[1], APART and has("P", ORDER), F, F, PREC)
+            if has("R", ORDER):
                 gk = add_product(gk, tq, w[3], APART, F, F, PREC)
             gk = add_row(in_units(gk, unit, F), row_k, NORM, ROW, F)
             put(dk + (zero + start) * dkn, j, dkn, live, gk, ALONE, F)
@@ -142,11 +143,11 @@ def write_grads(
                 gq = (gq[0] * inverse[:, None], gq[1] * inverse[:, None])
                 gq = axpy2(gq, total[:, None], as_row(load_vec(m1, F)), F)
             gq = in_units(gq, mt_unit / unit, F)
-            if ORDER == 2 or ORDER == 5:
+            if has("C", ORDER):
                 gq = add_product(gq, tv, w[2], APART, V, F, PREC)
-            if ORDER == 3 or ORDER == 5:
+            if has("R", ORDER):
                 gq = add_product(gq, tk, trans4(w[3]), APART, F, F, PREC)
-            if ORDER >= 4:
+            if has("W", ORDER):
                 gq = add_product(gq, tq, w[4], APART, F, F, PREC)
             gq = add_row(in_units(gq, unit, F), row_q, NORM, ROW, F)
             put(dq + (zero + start) * dqn, j, dqn, live, gq, ALONE, F)

@@ -7,7 +7,7 @@ likewise for the gradients (algebra.py has the same formulas on whole matrices).
 import triton
 import triton.language as tl
 
-from ..algebra import anchor
+from ..algebra import anchor, has
 from ..heads import load_coefficients
 from ..loops import as_row, means
 from ..tiles import axpy2, load4, load_block, load_vec, rowdot, store_rows, store_vec, zero_rows
@@ -118,7 +118,7 @@ def state_anchor(s, n, L: tl.constexpr, V: tl.constexpr):
 def moment_anchor(s, scale, ORDER: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """`algebra.anchor` of the moments of a state (normalised, so not centred)."""
     sums = (load_vec(s + L.SUM_Q, F), load_vec(s + L.SUM_K, F))
-    MOMENT: tl.constexpr = L.C if ORDER == 2 else L.P
+    MOMENT: tl.constexpr = L.C if ORDER == "hla2" else L.P
     m = load4(s + MOMENT, F, V, V.D, 1)
     return anchor((m, m, m), mul2(sums[1], scale, F), mul2(sums[0], scale, F), sums, ORDER, F, V)
 
@@ -135,41 +135,41 @@ def middle(
     r = (tl.program_id(0) % BLOCKS) * BR
     s = state + head * L.K
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
-    if ORDER == 2 and NORM and not ANCHORED:  # first: it reads the matrix that is multiplied
+    if ORDER == "hla2" and NORM and not ANCHORED:  # first: it reads the matrix that is multiplied
         a = moment_anchor(s, scale, ORDER, L, F, V)
-    if ORDER == 1:
+    if ORDER == "linear_attention":
         m = rows_of(s + L.P, r, BR, F.D, V, V.D, 1)
-    elif ORDER == 2:
+    elif ORDER == "hla2":
         t = rows_of(s + L.S, r, BR, F.D, F, F.D, 1)
         m = times(t, load4(s + L.C, F, V, V.D, 1), BR, F, V, MID)
     else:
-        if ORDER == 3:
+        if ORDER == "ahla":
             t = rows_of(s + L.R, r, BR, F.D, F, F.D, 1)
         else:
             si = rows_of(s + L.S, r, BR, F.D, F, F.D, 1)
             t = times(si, load_symmetric(s + L.W, F), BR, F, F, MID)
-            if ORDER == 5:
+            if ORDER == "polynomial":
                 t = axpy2(mul2(t, c4, F), c3, rows_of(s + L.R, r, BR, F.D, F, F.D, 1), F)
         m = times(t, load4(s + L.P, F, V, V.D, 1), BR, F, V, MID)
-        if ORDER == 5:
+        if ORDER == "polynomial":
             m = axpy2(m, c2, times(si, load4(s + L.C, F, V, V.D, 1), BR, F, V, MID), V)
             m = axpy2(m, c1, rows_of(s + L.P, r, BR, F.D, V, V.D, 1), V)
     i = r + tl.arange(0, BR)
     if NORM:
         m1 = tl.zeros([BR], tl.float32)
-        if ORDER == 2:
+        if ORDER == "hla2":
             m1 = scale * dot_rows(t, load_vec(s + L.SUM_Q, F), F)
-        if ORDER >= 3:
+        if has("R", ORDER) or has("W", ORDER):
             m1 = scale * dot_rows(t, load_vec(s + L.SUM_K, F), F)
-        if ORDER == 1 or ORDER == 5:
+        if ORDER == "linear_attention" or ORDER == "polynomial":
             m1 += scale * c1 * vec(s + L.SUM_K, r, BR, F.D)
-        if ORDER == 5:
+        if ORDER == "polynomial":
             m1 += scale * c2 * dot_rows(si, load_vec(s + L.SUM_Q, F), F)
         tl.store(s + L.M1 + i, m1, mask=i < F.D)
         if ANCHORED:
             a = state_anchor(s, n, L, V)
         else:
-            if ORDER != 2:
+            if ORDER != "hla2":
                 a = moment_anchor(s, scale, ORDER, L, F, V)
             if r == 0:
                 vbar = load_vec(s + L.SUM_V, V)
@@ -193,24 +193,24 @@ def middle_grads_value(
     g = grads + head * L.KG
     c1, c2, c3, c4 = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     x = rows_of(g, r, BR, V.D, F, 1 if TURNED else F.D, V.D if TURNED else 1)  # dM'_i
-    if CENTER == 2:
+    if CENTER == "qk":
         x = plus_rank1(x, vec(g + V.D * F.D + F.D, r, BR, V.D) * (-1.0 / n), load_vec(s + L.SUM_Q, F), F)
     w = weights + head * L.KW
     row = tl.zeros([BR], tl.float32)
     wp = x
-    if ORDER == 2 or ORDER >= 4:
+    if has("S", ORDER):
         y = times(x, load_symmetric(s + L.S, F), BR, F, F, MID)
-        if ORDER == 2 or ORDER == 5:
+        if has("C", ORDER):
             put_rows(w + L.C, r, BR, V.D, F, mul2(y, scale * c2, F))
-        if ORDER >= 4:
+        if has("W", ORDER):
             wp = times(y, load_symmetric(s + L.W, F), BR, F, F, MID)
-    if ORDER == 3 or ORDER == 5:
+    if has("R", ORDER):
         z = times(x, load4(s + L.R, F, F, F.D, 1), BR, F, F, MID)
-        if ORDER == 3:
+        if ORDER == "ahla":
             wp = z
         else:
             wp = axpy2(axpy2(mul2(x, c1, F), c3, z, F), c4, wp, F)
-    if ORDER != 2:
+    if has("P", ORDER):
         put_rows(w + L.P, r, BR, V.D, F, mul2(wp, scale, F))
     if MEAN:
         row = vec(g + V.D * F.D + F.D, r, BR, V.D) / n

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..algebra import has
 from ..heads import load_coefficients
 from ..loops import means
 from ..tiles import axpy2, load4, load_vec, power_of_two, rank1, rowdot, vecmat, zero_rows, zeros2
@@ -72,22 +73,22 @@ def token_rows(
     value as products read them, and from the row of the read-out."""
     row_q = tl.zeros([BR], tl.float32)
     row_k = tl.zeros([BR], tl.float32)
-    if CENTER == 2:
+    if CENTER == "qk":
         row_q -= dot_rows(mi, load_vec(g + V.D * F.D + F.D, V), V) / n
     if NORM:
-        if CENTER <= 1 and (ORDER == 2 or ORDER == 5):
+        if CENTER != "qk" and has("C", ORDER):
             row_q += scale * c[1] * dot_rows(rows_of(s + L.S, r, BR, F.D, F, F.D, 1), d1, F)
-        if CENTER == 0 and (ORDER == 1 or ORDER == 5):
+        if CENTER is None and (ORDER == "linear_attention" or ORDER == "polynomial"):
             row_k += scale * c[0] * d1i
-        if CENTER == 0 and (ORDER == 3 or ORDER == 5):
+        if CENTER is None and has("R", ORDER):
             row_k += scale * c[2] * dot_columns(s + L.R, d1, r, BR, F, F.D, False)
-        if CENTER == 0 and ORDER >= 4:
+        if CENTER is None and has("W", ORDER):
             sd = vecmat(d1, load_symmetric(s + L.S, F), F, F)
             row_k += scale * c[3] * dot_rows(rows_of(s + L.W, r, BR, F.D, F, F.D, 1), sd, F)
         total = load_vec(s + L.SUM_V, V)
-        if ORDER == 2 or ORDER == 5:
+        if has("C", ORDER):
             row_q -= dot_columns(w + L.C, total, r, BR, V, F.D, HALF) / n
-        if ORDER != 2:
+        if has("P", ORDER):
             row_k -= dot_columns(w + L.P, total, r, BR, V, F.D, HALF) / n
     return row_q, row_k
 
@@ -99,7 +100,7 @@ def readout_rows(
 ):  # fmt: skip
     """Rows r..r+BR of dM. TURNED: dM [F, V] is stored, not dM' [V, F]."""
     x = rows_of(g, r, BR, F.D, V, V.D if TURNED else 1, 1 if TURNED else F.D)
-    if CENTER == 2:
+    if CENTER == "qk":
         sg = mul2(load_vec(g + V.D * F.D + F.D, V), -1.0 / n, V)
         x = plus_rank1(x, vec(s + L.SUM_Q, r, BR, F.D), sg, V)
     return x
@@ -111,7 +112,7 @@ def readout_whole(
 ):
     """Return the full dM'."""
     dmt = load4(g, V, F, 1 if TURNED else F.D, V.D if TURNED else 1)
-    if CENTER == 2:
+    if CENTER == "qk":
         sg = mul2(load_vec(g + V.D * F.D + F.D, V), -1.0 / n, V)
         dmt = rank1(dmt, sg, load_vec(s + L.SUM_Q, F), V, F)
     return dmt
@@ -125,7 +126,7 @@ def times_readout(
     """Rows r..r+BR of A dM' for a moment A [F, V] in memory, ai its rows; dM' as `readout_whole` gives it."""
     SV: tl.constexpr = 1 if TURNED else F.D
     SF: tl.constexpr = V.D if TURNED else 1
-    if V.D2 >= 64 and CENTER < 2:
+    if V.D2 >= 64 and CENTER != "qk":
         out = plus_times_late(zero_rows(BR, F), ai, g, V, F, SV, SF, MID)
     else:
         out = times(ai, dmt, BR, V, F, MID)
@@ -169,19 +170,19 @@ def middle_grads_key(
     g = grads + head * L.KG
     c = load_coefficients(coefficients, (head % H).to(tl.int32), ORDER)
     w = weights + head * L.KW
-    if ORDER == 2:
+    if ORDER == "hla2":
         _, ds = query_moment_grad(s, g, r, n, scale, NORM, CENTER, L, F, V, BR, MID, TURNED)
         put_rows(w + L.S, r, BR, F.D, F, mul2(ds, scale, F))
-    if ORDER >= 3:
+    if has("R", ORDER) or has("W", ORDER):
         dmt = readout_whole(s, g, n, CENTER, L, F, V, TURNED)
         pi = rows_of(s + L.P, r, BR, F.D, V, V.D, 1)
         zt = times_readout(s + L.P, s, g, r, pi, dmt, n, CENTER, L, F, V, BR, MID, TURNED)
         x = readout_rows(s, g, r, n, CENTER, L, F, V, BR, TURNED)
         d1, d1i, p1i, _, _ = ones_grads(g, s, r, scale, NORM, L, F, V, BR)
         zt = plus_rank1(zt, p1i, d1, F)
-        if ORDER >= 4:
+        if has("W", ORDER):
             put_rows(cross + head * F.D * F.D, r, BR, F.D, F, zt)
-        if ORDER == 3 or ORDER == 5:
+        if has("R", ORDER):
             put_rows(w + L.R, r, BR, F.D, F, mul2(zt, scale * c[2], F))
         if dcoefficients is not None:
             p = dcoefficients + (head * BLOCKS + tl.program_id(0) % BLOCKS) * 4
@@ -236,7 +237,7 @@ def middle_grads_pair(
         ds = times(wi, load4(z, F, F, F.D, 1), BR, F, F, MID)
         zi = rows_of(z, r, BR, F.D, F, 1, F.D)
         ds = mul2(plus_times(ds, zi, load_symmetric(s + L.W, F), F, F, MID), c[3], F)
-        if ORDER == 5:
+        if ORDER == "polynomial":
             g = grads + head * L.KG
             ct, y = query_moment_grad(s, g, r, n, scale, NORM, CENTER, L, F, V, BR, MID, TURNED)
             if dcoefficients is not None:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..algebra import cast_operator, cast_weights, centre_rows
+from ..algebra import cast_operator, cast_weights, centre_rows, has
 from ..heads import at_head, ratio_of
 from ..loops import longest, place, span, upto, write_grads
 from ..tiles import axpy2, load4, load_vec, trans4, zeros2
@@ -14,7 +14,7 @@ NO_SPECIALIZE = ["qs", "ks", "vs", "gs", "dqs", "dks", "dvs", "N", "H", "G", "PA
 @triton.jit
 def load_weights(w, ORDER: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl.constexpr):
     """Load the weights (WP', WS, WC', WR', WW) of an order; weights that it does not have repeat another one."""
-    if ORDER == 2:
+    if ORDER == "hla2":
         wc = load4(w + L.C, V, F, F.D, 1)
         ws = load4(w + L.S, F, F, F.D, 1)
         out = (wc, ws, wc, ws, ws)
@@ -24,12 +24,12 @@ def load_weights(w, ORDER: tl.constexpr, L: tl.constexpr, F: tl.constexpr, V: tl
         wc = wp
         wr = wp
         ww = wp
-        if ORDER >= 4:
+        if has("W", ORDER):
             ws = load4(w + L.S, F, F, F.D, 1)
             ww = load4(w + L.W, F, F, F.D, 1)
-        if ORDER == 5:
+        if has("C", ORDER):
             wc = load4(w + L.C, V, F, F.D, 1)
-        if ORDER == 3 or ORDER == 5:
+        if has("R", ORDER):
             wr = load4(w + L.R, F, F, F.D, 1)
         out = (wp, ws, wc, wr, ww)
     return out
@@ -48,7 +48,7 @@ def part_grads(
     ROWS_DONE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Load the weights of one part of the gradients and write it for tokens lo..hi."""
-    ROW: tl.constexpr = MEAN or CENTER > 0
+    ROW: tl.constexpr = MEAN or CENTER is not None
     mt = trans4(load4(matrix, F, V, V.D, 1))
     w = load_weights(weights, ORDER, L, F, V)
     m1 = state + L.M1

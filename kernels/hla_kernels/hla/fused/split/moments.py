@@ -53,20 +53,21 @@ def reduce_moments(
     hi = upto(lo + chunk, N)
     n = N[1]
     tn = (qs[1] * ALIGN, ks[1] * ALIGN, vs[1] * ALIGN)
-    SUMS: tl.constexpr = NORM or MEAN or CENTER > 0
+    SUMS: tl.constexpr = NORM or MEAN or CENTER is not None
     role = tl.program_id(0) % ROLES
     for i in tl.static_range(ROLES):
         if role == i:
             part_moments(
-                q, k, v, tn, out, lo, hi, n, scale, ridge, order_of(i, ROLES, ORDER), sums_of(i, ROLES, SUMS, FINAL,
-                ORDER == 1 and NORM), NORM, CENTER, MEAN, RIDGE, F, V, L, BN, PREC, FINAL,
+                q, k, v, tn, out, lo, hi, n, scale, ridge, moments_of(i, ROLES, ORDER), i == 0,
+                sums_of(i, ROLES, SUMS, FINAL, ORDER == "linear_attention" and NORM), NORM, CENTER, MEAN, RIDGE, F, V,
+                L, BN, PREC, FINAL,
             )  # fmt: skip
 
 
 @triton.constexpr_function
-def order_of(i, roles, order):
-    """Return the order of `begin_moments` for program i of so many per part."""
-    return {1: (order,), 2: (4, 6), 5: (1, 7, 8, 9, 10)}[roles][i]
+def moments_of(i, roles, order):
+    """Return ORDER of `sum_moments` for program i of so many per part."""
+    return {1: (order,), 2: ("PSW", "CR"), 5: "PWSCR"}[roles][i]
 
 
 @triton.constexpr_function
@@ -79,16 +80,16 @@ def sums_of(i, roles, sums, final, keys):
 
 @triton.jit
 def part_moments(
-    q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER: tl.constexpr, SUMS: tl.constexpr, NORM: tl.constexpr,
-    CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr,
+    q, k, v, tn, out, lo, hi, n, scale, ridge, ORDER: tl.constexpr, FIRST: tl.constexpr, SUMS: tl.constexpr,
+    NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Sum the moments of one order over tokens lo..hi and write them."""
+    """Sum the moments of one order over tokens lo..hi and write them. FIRST: the sums and the anchor too."""
     m, sums, _ = sum_moments(q, k, v, q, tn[0], tn[1], tn[2], tn[0], lo, hi, ORDER, SUMS, False, False, F, V, BN, PREC)
     if FINAL:
         m = scale_moments(m, sums, scale, n, ridge, ORDER, CENTER, NORM or MEAN, RIDGE, F, V)
-    if FINAL and NORM and ORDER < 6:
+    if FINAL and NORM and FIRST:
         p1, q1 = ones_moments(sums, scale, CENTER, F)
         row = axpy2(anchor(m, p1, q1, sums, ORDER, F, V), 1.0 / n, sums[2], V)
         store_vec(out + L.ROW, row, V)
-    store_state(out, m, sums, ORDER, SUMS > 0 and ORDER < 6, L, F, V)
+    store_state(out, m, sums, ORDER, SUMS > 0 and FIRST, L, F, V)

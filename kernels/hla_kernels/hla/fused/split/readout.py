@@ -32,12 +32,12 @@ def apply(
         row = load_vec(state + L.ROW, V)
     if MEAN:
         row = axpy2(row, 1.0 / n, load_vec(state + L.SUM_V, V), V)
-    if CENTER == 2:
+    if CENTER == "qk":
         mean = axpy2(m1, -1.0 / n, load_vec(state + L.SUM_Q, F), F)
         row = axpy2(row, unit, vecmat(mean, read, F, V), V)
     read_out(
         at_head(q, qs, at, h, ALIGN), at_head(o, os, at, h, ALIGN), qs[1] * ALIGN, os[1] * ALIGN, lo,
-        upto(lo + chunk, N), read, m1, row, eps, NORM, MEAN or CENTER == 2, F, V, BN, PREC, unit,
+        upto(lo + chunk, N), read, m1, row, eps, NORM, MEAN or CENTER == "qk", F, V, BN, PREC, unit,
     )  # fmt: skip
 
 
