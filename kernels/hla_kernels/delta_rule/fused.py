@@ -4,7 +4,8 @@ The adjoint of the recurrence is a recurrence in reversed time: with P_t the gra
 
     G_t = P_t + q_t do_t'     dv_t = G_t' k_t     y_t = G_t' A_t     P_{t-1} = D_t G_t - B_t y_t'
 
-so that the same kernels (`walk`) serve both. What remains is one kernel of the gradients of q, k, a, b and log_f.
+so that the same kernels (`delta_rule_walk`) serve both. What remains is one kernel of the gradients of q, k, a, b and
+log_f.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def why_not(x: DeltaCall) -> str | None:
 def _run(tokens: tuple[Tensor, ...], state: Tensor, reverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return o [B, N, H, Dv], the last state, what tokens read [B, N, H, r, Dv] and the states of chunks
     [B, H, chunks, D, Dv], of contiguous tensors: q, k, v, log_f, a and b, of which k and v have no axis of writes."""
-    from .walk import read, solve, walk
+    from .walk import delta_rule_read, delta_rule_solve, delta_rule_walk
 
     q, k, v, log_f, a, b = tokens
     o, last, z, states = _empty(q, v, a)
@@ -56,13 +57,13 @@ def _run(tokens: tuple[Tensor, ...], state: Tensor, reverse: bool) -> tuple[Tens
         grid = (n_batch * h, states.shape[2])
         if r:
             sizes = _sizes(d, dv, r, log_f, *SOLVE[r])
-            launch(solve, grid, k, v, log_f, a, b, w, u, n, h, **sizes, REVERSE=reverse)
+            launch(delta_rule_solve, grid, k, v, log_f, a, b, w, u, n, h, **sizes, REVERSE=reverse)
         sizes = _sizes(d, dv, r, log_f, *WALK[r])
         given = (k, v, log_f, a, w, u, state, states, z, last)
-        launch(walk, (grid[0], -(-dv // sizes["BV"])), *given, n, h, **sizes, REVERSE=reverse)
+        launch(delta_rule_walk, (grid[0], -(-dv // sizes["BV"])), *given, n, h, **sizes, REVERSE=reverse)
         sizes = _sizes(d, dv, r, log_f, *READ[r])
         blocks = -(-dv // sizes["BV"])
-        launch(read, (*grid, blocks), q, k, v, log_f, a, z, states, o, n, h, **sizes, REVERSE=reverse)
+        launch(delta_rule_read, (*grid, blocks), q, k, v, log_f, a, z, states, o, n, h, **sizes, REVERSE=reverse)
     return o, last, z, states
 
 
@@ -119,7 +120,7 @@ def _backward(
     state: Tensor, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the inputs of `delta_walk`, in their order."""
-    from .gradients import gradients
+    from .gradients import delta_rule_gradients
 
     (grad, grad_state), (z, states) = grads, saved
     dq, dk, da, db = like(q, k, a, b)
@@ -133,7 +134,7 @@ def _backward(
         given = (states, ends, q1, k1, v1, f1, a1, b1, z, y, grad, dq, dk, da, db, df)
         grid, (n, h) = (q.shape[0] * q.shape[2], states.shape[2], tiles), q.shape[1:3]
         with torch.cuda.device_of(q):
-            launch(gradients, grid, *given, n, h, **sizes)
+            launch(delta_rule_gradients, grid, *given, n, h, **sizes)
     df = (df.sum(3, keepdim=True) if f1.shape[3] == 1 else df).to(log_f.dtype)
     return dq, dk, dv.unsqueeze(3), df, da, db, d_state.to(state.dtype)
 

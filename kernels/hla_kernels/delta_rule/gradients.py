@@ -33,7 +33,7 @@ def over_ranks(x, C: tl.constexpr, RP: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N", "heads"])
-def gradients(
+def delta_rule_gradients(
     STATES, ENDS, Q, K, V, F, A, B, Z, Y, DO, DQ, DK, DA, DB, DF, N, heads, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BV: tl.constexpr, FD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr,
     LEAST: tl.constexpr,

@@ -1,4 +1,6 @@
-"""Kernels of the delta rule over chunks of 16 tokens: `solve` each, `walk` through them, `read` each.
+"""Kernels of the delta rule over chunks of 16 tokens.
+
+`delta_rule_solve` each, `delta_rule_walk` through them, `delta_rule_read` each.
 
 With S the state at the start of a chunk, gi and ge as in `chunked`, counted from the start of the chunk, and g = gi:
 
@@ -25,7 +27,7 @@ from .tiles import accurate, decays_of, load_rows, load_state, product, store_ro
 
 
 @triton.jit(do_not_specialize=["N", "heads"])
-def solve(
+def delta_rule_solve(
     K, V, F, A, B, W, U, N, heads, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     FD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
@@ -68,13 +70,14 @@ def solve(
 
 
 @triton.jit(do_not_specialize=["N", "heads"])
-def walk(
+def delta_rule_walk(
     K, V, F, A, W, U, FIRST, STATES, Z, LAST, N, heads, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BV: tl.constexpr, FD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Compute the states before all chunks, STATES [B, H, chunks, D, Dv], what tokens read, Z [B, N, H, R, Dv], and the
-    last state LAST [B, H, D, Dv] from FIRST; one program per head and BV channels of values. Arguments as in `solve`.
+    last state LAST [B, H, D, Dv] from FIRST; one program per head and BV channels of values. Arguments as in
+    `delta_rule_solve`.
     """
     bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BV
     bn, h = bh // heads * N, bh % heads
@@ -114,12 +117,12 @@ def walk(
 
 
 @triton.jit(do_not_specialize=["N", "heads"])
-def read(
+def delta_rule_read(
     Q, K, V, F, A, Z, STATES, O, N, heads, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     FD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, C: tl.constexpr, LEAST: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Compute O [B, N, H, Dv]; one program per head, chunk of C tokens and BV channels of values. Arguments as in
-    `walk`, Q [B, N, H, D]."""
+    `delta_rule_walk`, Q [B, N, H, D]."""
     bh, c, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * BV
     bn, h = bh // heads * N, bh % heads
     one, all_ranks = tokens_of(c * C, C, 1, REVERSE), tokens_of(c * C, C, RP, REVERSE)

@@ -190,6 +190,6 @@ def test_wan_mixes_blocks_in_triton(monkeypatch, options, autocast):
             torch.cuda.synchronize()
     assert [call.impl for call in calls] == ["triton"] * 2
     kernels = {event.key for event in seen.key_averages()}
-    assert {"reduce_moments", "mix", "read_out", "token_grads"} <= kernels
+    assert {"blockmix_reduce_moments", "blockmix_mix", "blockmix_read_out", "blockmix_token_grads"} <= kernels
     assert ({"norm_rows", "norm_grads"} <= kernels) == (autocast or not options.get("normalize", True))
     assert copies.found == []

@@ -139,7 +139,7 @@ def test_more_blocks_than_a_tile(monkeypatch):
 
 @pytest.mark.parametrize(("blocks", "options"), [(7, {}), (40, BARE)], ids=str)
 def test_moments_as_wide_as_tokens(monkeypatch, blocks, options):
-    """As of bfloat16 tokens, of which float16 stands in for the rounded moments: `mix`."""
+    """As of bfloat16 tokens, of which float16 stands in for the rounded moments: `blockmix_mix`."""
     monkeypatch.setattr(spec, "moments_dtype", lambda *a: HALF)
     o = options_of((40,), (blocks,), 0, **options)
     inputs = make(o, (1, 1, 16, 16) if blocks == 40 else (2, 2, 16, 32), HALF, mean=1.0, heads=blocks == 7)

@@ -9,7 +9,7 @@ from tests.ops.fused.children import PYTEST, check_compiled, check_interpreted
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-STACK_LIMIT = 16  # bytes, spilt by `reduce_moments` of Wan with rotary tables and Triton 3.6; 3.8 spills 8
+STACK_LIMIT = 16  # bytes, spilt by `blockmix_reduce_moments` of Wan with rotary tables and Triton 3.6; 3.8 spills 8
 WAN, DIT = ("2", "12", "21,30,50", "7,3,5", "128"), ("32", "6", "32,32", "4,4", "64")
 # options, B, H, grid, blocks, D, tables: Wan2.1 at 480p, DiT-S/2 at 512, an odd width
 COMPILED = (

@@ -334,9 +334,10 @@ def recorded() -> None:
     launch.Sums.add = lambda *_: None
     operator.Sums = launch.Sums
     launch.gradient_of_decay = lambda sums, gamma, group: gamma
-    for name in ("states", "carry", "outputs"):
+    for name in ("causal_states", "causal_carry", "causal_outputs"):
         setattr(launch, name, Recorder(getattr(launch, name)))
-    step.step, rows.mapped, rows.undivided = (Recorder(x) for x in (step.step, rows.mapped, rows.undivided))
+    for module, name in ((step, "causal_step"), (rows, "causal_mapped"), (rows, "causal_undivided")):
+        setattr(module, name, Recorder(getattr(module, name)))
 
 
 def compiled(d: str, learned: str) -> None:

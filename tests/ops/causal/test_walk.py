@@ -147,7 +147,7 @@ def compiled() -> None:
     from tests.ops.fused.offline.gate import Recorder
 
     torch.cuda.device_of = lambda x: nullcontext()
-    walk.walk, operator.walks = Recorder(walk.walk), lambda *_: True
+    walk.causal_walk, operator.walks = Recorder(walk.causal_walk), lambda *_: True
     for op, d in [*((op, d) for op in OPS for d in (32, 64)), *(("ahla", d) for d in (80, 96, 128))]:
         for gamma in (None, torch.empty(1, 3, 1, 1, 1, device="meta")):
             q = torch.empty(2, 500, 3, d, dtype=torch.bfloat16, device="meta")

@@ -150,7 +150,7 @@ def test_fixed_coefficients_are_another_form(monkeypatch, seen):
         assert found[-1].shape == ((0,) if fixed else (4, 4))
         names.append([kernel.fn.__name__ for kernel, *_ in seen])
         seen.clear()
-    assert names[:2] == names[2:] and names[0] == [*names[1], "sum_coefficients"]
+    assert names[:2] == names[2:] and names[0] == [*names[1], "hla_sum_coefficients"]
 
 
 def blocks(order, normalize, grid, cut, packed, sizes):

@@ -173,8 +173,9 @@ def compiled() -> None:
     from tests.ops.fused.offline.gate import Recorder
 
     torch.cuda.device_of = torch.autocast = lambda *a, **more: nullcontext()  # what is compiled for is not here
-    walk.solve, walk.walk, walk.read = Recorder(walk.solve), Recorder(walk.walk), Recorder(walk.read)
-    gradients.gradients = Recorder(gradients.gradients)
+    for module, name in ((walk, "solve"), (walk, "walk"), (walk, "read"), (gradients, "gradients")):
+        name = f"delta_rule_{name}"
+        setattr(module, name, Recorder(getattr(module, name)))
     for d, r, channels in ((64, 0, False), (64, 1, False), (64, 2, True), (128, 2, True)):
         x, grads = ([t.to("meta") for t in y] for y in setting((64, d, d, r, channels, 1), torch.bfloat16, "cpu"))
         fused.delta_walk_backward.function(grads, fused.delta_walk.function(*x, True)[2:], *x, True)

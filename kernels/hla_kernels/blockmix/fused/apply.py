@@ -37,7 +37,7 @@ from .tokens import (
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def read_out(
+def blockmix_read_out(
     q, o, inverses, keep, anchor, shift, cos, sin, mixed, mixed_vector, qs, os, GEO, N, H, BH, M, G, HT, chunk, eps,
     NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
     BN: tl.constexpr, PREC: tl.constexpr,
@@ -79,7 +79,7 @@ def read_out(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def query_grads(
+def blockmix_query_grads(
     q, g, dq, inverses, totals, keep, anchor, shift, cos, sin, mixed, mixed_vector, matrix, vector, qs, gs, dqs, GEO, N,
     H, BH, M, G, HT, chunk, eps, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr, ALIGN: tl.constexpr,
     F: tl.constexpr, V: tl.constexpr, FINE: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr,
@@ -148,7 +148,7 @@ def query_grads(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def token_grads(
+def blockmix_token_grads(
     x, y, v, dx, dv, keep, scales, anchor, cos, sin, right, vector, left, xs, ys, vs, dxs, dvs, GEO, N, H, BH, M, G, HT,
     chunk, scale, GX, GY, BOTH: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
     ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, FINE: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
@@ -209,7 +209,7 @@ def token_grads(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def query_products(
+def blockmix_query_products(
     g, other, dq, inverses, totals, keep, scales, anchor, cos, sin, operator, operator_vector, right, vector, left, gs,
     others, dqs, GEO, N, H, BH, M, G, HT, chunk, scale, ORDER: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
     EXACT: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,

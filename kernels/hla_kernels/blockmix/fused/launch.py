@@ -13,10 +13,10 @@ from ...hla.fused.launch import head_grads, sum_heads
 from ...hla.fused.spec import Widths, placed
 from ..layout import BlockOptions
 from . import plan
-from .apply import query_grads, query_products, read_out, token_grads
+from .apply import blockmix_query_grads, blockmix_query_products, blockmix_read_out, blockmix_token_grads
 from .mixing import add, mixed, mixed_back
 from .orders import left_grads, operators, right_grads
-from .reduce import reduce_moments, sum_values
+from .reduce import blockmix_reduce_moments, blockmix_sum_values
 from .spec import Moments, Saved, Sizes, moment_precisions, precision
 
 Rotary = tuple[Tensor, Tensor] | None
@@ -138,7 +138,7 @@ def anchor_of(call: Call, out: Tensor | None) -> None:
     partial = out if parts == 1 else call.buffer(parts, call.bh, call.dv)
     at, a = placed(call.v)
     launch(
-        sum_values, call.bh * parts,
+        blockmix_sum_values, call.bh * parts,
         call.v, call.keep, call.shares, partial, *at, call.n, call.h, call.bh, call.group, chunk,
         1.0 / call.n, ALIGN=a, V=call.w.V, BN=bn, num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -157,7 +157,7 @@ def sum_over(
     config = plan.reduce_config(w, call.q.dtype, norm, divided, digits)
     scales, scale = (call.scales, call.scale) if local else (None, 1.0)
     call.sum_rows(
-        reduce_moments, w, config, (x, y, call.keep, scales, anchor, *ratio, *call.angles), to, (x, y),
+        blockmix_reduce_moments, w, config, (x, y, call.keep, scales, anchor, *ratio, *call.angles), to, (x, y),
         (scale, call.sharing(x), call.sharing(y)), NORM=norm, RATIO=divided, PAIR=pair,
         ROWS=plan.rows_at_once(w, call.q.dtype, config),
     )  # fmt: skip
@@ -184,7 +184,7 @@ def mixed_call(call: Call, out: Tensor, saved: Saved) -> None:
     mixed(call, saved.local, saved.mixed)
     y = operator_of(call, saved.mixed)
     given = (call.q, out, saved.inverses, call.keep, saved.anchor, y.shift, *call.angles, y.matrix, y.vector)
-    call.write_rows(read_out, "read", given, (call.q, out), (call.o.eps,))
+    call.write_rows(blockmix_read_out, "read", given, (call.q, out), (call.o.eps,))
 
 
 class Operator(NamedTuple):
@@ -238,14 +238,14 @@ def token_grads_call(
     if order != "la":
         other = call.v if order == "hla2" else call.k
         given = (g, other, outs[0], saved.inverses, totals, *shared, y.matrix, y.vector, *dx)
-        call.write_rows(query_products, "products", given, (g, other, outs[0]), (call.scale,), ORDER=order)
+        call.write_rows(blockmix_query_products, "products", given, (g, other, outs[0]), (call.scale,), ORDER=order)
     q, k, v = call.q, call.k, call.v
     sources = {"la": (None, k, v), "ahla": (q, k, v), "hla2": (k, q, None)}
     left, right, _ = sources[order]
     for to in ((None, dv), (dk, None)) if order != "la" and plan.apart(call.w, call.digits) else ((dk, dv),):
         rows, last = (*sources[order], *to), (call.scale, call.sharing(left), call.sharing(right))
         name, flags = "key" if order == "la" else "products", {"BOTH": order == "hla2", "FINE": call.fine}
-        call.write_rows(token_grads, name, (*rows, *shared, *dx), rows, last, **flags)
+        call.write_rows(blockmix_token_grads, name, (*rows, *shared, *dx), rows, last, **flags)
     sum_heads((dk, dv), outs[1:])
     return dm
 
@@ -260,13 +260,13 @@ def query_call(call: Call, g: Tensor, to: Tensor, y: Operator, saved: Saved, dy:
         # a rotation of channels (i, i + D / 2) needs both halves of the channels
         w, config = plan.query_config(call.w, call.q.dtype, call.digits, call.flags["TURN"] > 1)
         given = (call.q, g, dq, saved.inverses, None, *moments)
-        call.sum_rows(query_grads, w, config, given, dy[:2], rows, (call.o.eps,), FINE=call.fine)
+        call.sum_rows(blockmix_query_grads, w, config, given, dy[:2], rows, (call.o.eps,), FINE=call.fine)
         return None
     ratio: tuple = (None, None)
     if call.o.normalize:
         totals = call.buffer(call.bh, call.n)
         ratio = (saved.inverses, totals)
         given = (call.q, g, dq, *ratio, *moments, None, None)
-        call.write_rows(query_grads, "rows", given, rows, (call.o.eps,), FINE=call.fine, SPLIT=1)
+        call.write_rows(blockmix_query_grads, "rows", given, rows, (call.o.eps,), FINE=call.fine, SPLIT=1)
     sum_over(call, call.q, g, dy[:2], local=False, ratio=ratio)
     return totals

@@ -10,7 +10,7 @@ from ...hla.fused.launch import head_grads, sum_heads
 from ...hla.fused.spec import Width, padded, placed
 from .launch import Call, Grads
 from .mixing import sum_of_mixing
-from .pairs import pair_keys, pair_queries, spread
+from .pairs import blockmix_pair_keys, blockmix_pair_queries, blockmix_spread
 
 
 class Pairs:
@@ -24,11 +24,11 @@ class Pairs:
         self.columns = call.buffer(heads, call.n, width, dtype=call.q.dtype)
         steps, grid = (m.stride(0) if heads > 1 else 0, *m.stride()[-2:]), (-(-call.n // 32), heads)
         sizes = (steps, call.geo, call.n, call.m)
-        launch(spread, grid, m, self.e, self.columns, *sizes, MP=width, BN=32, num_warps=4)
+        launch(blockmix_spread, grid, m, self.e, self.columns, *sizes, MP=width, BN=32, num_warps=4)
         self.d, self.v, self.b = (Width(x, padded(x), 0) for x in (call.d, call.dv, width))
 
     def options(self, keys: bool = False) -> dict:
-        """Return the constexpr arguments and launch options; keys: of `pair_keys`."""
+        """Return the constexpr arguments and launch options; keys: of `blockmix_pair_keys`."""
         whole = max(self.d.D1, self.v.D1, self.b.D1) == 64 and self.call.q.dtype != torch.float32
         # 8 warps compute products of 64 rows twice, but have the registers for a gradient of 128 x 128 mixing weights
         warps = 8 if keys and self.b.D > 64 else 4
@@ -36,11 +36,11 @@ class Pairs:
         return {"B": self.b, "PREC": self.call.prec, **tiles}
 
     def queries(self, tokens: tuple[Tensor, Tensor, Tensor], out: Tensor, saved: tuple, back: bool) -> None:
-        """Launch `pair_queries`; saved: O32, F, DELTA."""
+        """Launch `blockmix_pair_queries`; saved: O32, F, DELTA."""
         call, (at, a) = self.call, placed(*tokens, out)
         d, v = (self.v, self.d) if back else (self.d, self.v)
         launch(
-            pair_queries, (-(-call.n // 64), call.bh),
+            blockmix_pair_queries, (-(-call.n // 64), call.bh),
             *tokens, self.e, self.columns, call.keep, call.scales, out, *saved,
             *at, call.n, call.h, call.group, self.step, call.scale, call.o.eps, NORM=call.o.normalize, BACK=back,
             ALIGN=a, X=d, Z=v, **self.options(),
@@ -70,7 +70,7 @@ def backward_call(call: Call, g: Tensor, outs: Grads, saved: Tensor) -> Tensor:
     tiles, (at, a) = -(-call.n // more["BK"]), placed(*rows)
     parts = call.buffer(call.bh * tiles, call.m, call.m)
     launch(
-        pair_keys, (tiles, call.bh),
+        blockmix_pair_keys, (tiles, call.bh),
         *rows[:4], pairs.e, pairs.columns, call.keep, call.scales, f, delta, dk, dv, parts,
         *at, call.n, call.h, call.bh, call.m, call.group, pairs.step, call.scale, ALIGN=a, D=pairs.d, V=pairs.v,
         **more,

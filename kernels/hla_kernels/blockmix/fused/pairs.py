@@ -54,7 +54,7 @@ def summed(acc, x, w, PREC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def spread(m, E, COLUMNS, ms, GEO, N, M, MP: tl.constexpr, BN: tl.constexpr):
+def blockmix_spread(m, E, COLUMNS, ms, GEO, N, M, MP: tl.constexpr, BN: tl.constexpr):
     """Compute E and COLUMNS of BN tokens for one head of m; GEO as in `geometry`."""
     i = tl.program_id(0) * BN + tl.arange(0, BN)
     head = tl.program_id(1).to(tl.int64)
@@ -74,7 +74,7 @@ def spread(m, E, COLUMNS, ms, GEO, N, M, MP: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def pair_queries(
+def blockmix_pair_queries(
     x, y, z, E, COLUMNS, keep, scales, out, O32, F, DELTA, xs, ys, zs, outs, N, H, G, step, scale, eps,
     NORM: tl.constexpr, BACK: tl.constexpr, ALIGN: tl.constexpr, X: tl.constexpr, Z: tl.constexpr, B: tl.constexpr,
     PREC: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
@@ -122,7 +122,7 @@ def pair_queries(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def pair_keys(
+def blockmix_pair_keys(
     q, k, v, g, E, COLUMNS, keep, scales, F, DELTA, dk, dv, PARTS, qs, ks, vs, gs, dks, dvs, N, H, BH, M, G, step,
     scale, ALIGN: tl.constexpr, D: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PREC: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr,

@@ -49,7 +49,7 @@ def tile(w: Widths, name: str) -> Config:
 
 
 def reduce_config(w: Widths, dtype: torch.dtype, normalize: bool, ratio: bool, digits: int) -> Config:
-    """Return the tiles of `reduce_moments`; digits: number of digits of the features in both operands."""
+    """Return the tiles of `blockmix_reduce_moments`; digits: number of digits of the features in both operands."""
     if digits > 2 or dtype == torch.float32:
         return {"BN": 32, "num_warps": 8, "num_stages": 2}
     return tile(w, "reduce" + ("_two" if digits > 1 or ratio else "_norm" if normalize else ""))
@@ -67,8 +67,8 @@ def one_pass(w: Widths, normalize: bool, dtype: torch.dtype, digits: int) -> boo
 
 
 def query_config(w: Widths, dtype: torch.dtype, digits: int, whole: bool) -> tuple[Widths, Config]:
-    """Return (widths of one program, tiles) of `query_grads` in one pass. Two programs split wide features of a head,
-    unless they are needed as a `whole` or are not a power of two."""
+    """Return (widths of one program, tiles) of `blockmix_query_grads` in one pass. Two programs split wide features of
+    a head, unless they are needed as a `whole` or are not a power of two."""
     if dtype == torch.float32:
         return w, {"BN": 32, "num_warps": 8, "num_stages": 1, "SPLIT": 1}
     config = {**tile(w, "query" + "_two" * (digits > 1)), "SPLIT": 1}
@@ -100,13 +100,13 @@ def padded(m: int) -> int:
 
 
 def mix_rows(m: int, dtype: torch.dtype) -> int:
-    """Return the rows per tile of `mix`: all, or 64 if all do not fit together with the columns."""
+    """Return the rows per tile of `blockmix_mix`: all, or 64 if all do not fit together with the columns."""
     whole = max(16, 1 << (m - 1).bit_length())
     return min(whole, 128 if dtype != torch.float32 and m <= 128 else 64)
 
 
 def mix_config(m: int, dtype: torch.dtype, back: bool = False) -> Config:
-    """Return the tiles of `mix` (back: that sums gradients too), or of `mix_long`, which have BK."""
+    """Return the tiles of `blockmix_mix` (back: that sums gradients too), or of `blockmix_mix_long`, which have BK."""
     k1, k2 = split_width(m, 32)
     rows = mix_rows(m, dtype)
     if dtype == torch.float32 or m > 256:
@@ -123,7 +123,7 @@ def product_grid(w: Widths, rows: int, programs: int) -> tuple[int, Config]:
 
 
 def grads_config(m: int, dtype: torch.dtype) -> Config:
-    """Return the tiles of `mixing_grads`."""
+    """Return the tiles of `blockmix_mixing_grads`."""
     if m > 64 and dtype != torch.float32:
         columns, warps, stages, rows = MIX["grads"]
         return {"BM": rows, "BC": columns, "num_warps": warps, "num_stages": stages}
@@ -149,13 +149,13 @@ def apply_parts(programs: int, widest: int, bn: int) -> tuple[int, int]:
 
 
 def mix_parts(heads: int, tiles: int, columns: int, config: Config, back: bool = False) -> tuple[int, int]:
-    """Return (parts, tiles of columns per part) of `mix`: four programs per multiprocessor; two if it sums gradients
-    with its largest tiles, where each program stores a large gradient of the mixing matrix."""
+    """Return (parts, tiles of columns per part) of `blockmix_mix`: four programs per multiprocessor; two if it sums
+    gradients with its largest tiles, where each program stores a large gradient of the mixing matrix."""
     whole, few = -(-columns // config["BC"]), back and config["BM"] > 64
     return divided(whole, max(1, min(whole, round((1 if few else 2) * PROGRAMS / (heads * tiles)))))
 
 
 def column_parts(heads: int, tiles: int, columns: int, bc: int) -> tuple[int, int]:
-    """Return (parts, tiles of columns per part) of the sums of `mixing_grads`."""
+    """Return (parts, tiles of columns per part) of the sums of `blockmix_mixing_grads`."""
     whole = -(-columns // bc)
     return divided(whole, max(1, min(-(-whole // 4), round(2 * PROGRAMS / (heads * tiles)))))

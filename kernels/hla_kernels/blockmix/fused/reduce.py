@@ -27,7 +27,7 @@ from .tokens import NO_SPECIALIZE, times, unit_of
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def sum_values(
+def blockmix_sum_values(
     v, keep, shares, out, vs, N, H, BH, G, chunk, scale, ALIGN: tl.constexpr, V: tl.constexpr, BN: tl.constexpr
 ):
     """Store scale times the sum of v over consecutive tokens in out [parts, B * H, V]; shares [B] replace scale."""
@@ -47,7 +47,7 @@ def sum_values(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def reduce_moments(
+def blockmix_reduce_moments(
     k, v, keep, scales, anchor, inverses, totals, cos, sin, matrix, vector, ks, vs, GEO, N, H, BH, M, G, HT, chunk,
     scale, GK, GV, NORM: tl.constexpr, RATIO: tl.constexpr, PAIR: tl.constexpr, TURN: tl.constexpr, EXACT: tl.constexpr,
     ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, PREC: tl.constexpr,

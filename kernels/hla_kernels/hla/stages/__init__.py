@@ -7,7 +7,7 @@ read the state after their frame; a decay acts from frame to frame. The backward
 over later tokens; two of them whose states are each other's transpose share one. No atomics. In products, the computed
 factor is the second operand (see `tiles`).
 
-Some calls without a backward are one launch, which walks through all stages at once (`walk`).
+Some calls without a backward are one launch, which walks through all stages at once (`causal_walk`).
 
 Reading order: tiles, kernels, plan, launch, compose and paper (equations), rows (maps), walk, operator; step, decode (a
 single token). The first call imports Triton.

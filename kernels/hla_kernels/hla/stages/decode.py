@@ -38,7 +38,7 @@ def _step(
     q: Tensor, k: Tensor, v: Tensor, log2: Tensor | None, state: Sequence[Tensor], op: str, feature_map: str | None,
     normalize: bool, scale: float | None, eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    from .step import step
+    from .step import causal_step
 
     o, *after = _empty(q, v, state)
     (b, _, h, d), hk, dv = q.shape, k.shape[2], v.shape[3]
@@ -46,7 +46,7 @@ def _step(
     tokens = (q if name is None else feature(q.float(), name), k if name is None else feature(k.float(), name), v)
     width, groups = feature_width(d, feature_map), tuple(x.shape[2] > 1 for x in state)
     launch(
-        step, (h, b), *(x.contiguous() for x in tokens), log2, tuple(x.contiguous() for x in state),
+        causal_step, (h, b), *(x.contiguous() for x in tokens), log2, tuple(x.contiguous() for x in state),
         tuple(after[: len(state)]), o, h // hk, 1.0 if scale is None else scale, eps, GROUPS=groups, OP=op, D=width,
         DV=dv, DP=padded(width), VP=padded(dv), RATIO=normalize, num_warps=8 if max(width, dv) > 64 else 4,
     )  # fmt: skip

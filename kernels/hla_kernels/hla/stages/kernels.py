@@ -79,7 +79,7 @@ def put_state(ptr, state, y_width: tl.constexpr, z_width: tl.constexpr, stride: 
 
 
 @triton.jit(do_not_specialize=FREE)
-def states(
+def causal_states(
     TOKENS, EXTRAS, LOG2, OUT, at, sizes,
     Y: tl.constexpr, Z: tl.constexpr, WY: tl.constexpr, WZ: tl.constexpr, YP: tl.constexpr, BZ: tl.constexpr,
     C: tl.constexpr, SIZE: tl.constexpr, SCORED: tl.constexpr, VALUED: tl.constexpr, REVERSE: tl.constexpr,
@@ -125,12 +125,12 @@ def states(
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def carry(
+def causal_carry(
     LOG2, STATES, FIRST, sizes, SIZE: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr, BS: tl.constexpr
 ):  # fmt: skip
     """Turn own states of segments into the states that enter them, or with FRAME leave them, in place. FIRST
     [B H, SIZE]: the state before all segments, or None. The decay is per token, or with FRAME per segment. sizes as in
-    `states`."""
+    `causal_states`."""
     N, heads, segments, length = sizes[0], sizes[1], sizes[2], sizes[3]
     bh = tl.program_id(0)
     log2 = log2_of(LOG2, bh % heads)
@@ -232,22 +232,22 @@ def pairs_of(
 
 
 @triton.jit(do_not_specialize=FREE)
-def outputs(
+def causal_outputs(
     TOKENS, EXTRAS, STATES, LAST, LOG2, BEFORE, OUT, OUT_EXTRA, REST, PARTNER, SUMS, at, partner_at, sizes, scale,
     eps, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr, WIDTHS: tl.constexpr, SIZES: tl.constexpr,
     HELD: tl.constexpr, WZ: tl.constexpr, XP: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
     SCORED: tl.constexpr, VALUED: tl.constexpr, DIVIDED: tl.constexpr, REVERSE: tl.constexpr, FRAME: tl.constexpr,
     INTRA: tl.constexpr, INNER: tl.constexpr, EXACT: tl.constexpr, TF32: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUT of the tokens of a segment, the sum of the terms. sizes as in `states`.
+    """Compute OUT of the tokens of a segment, the sum of the terms. sizes as in `causal_states`.
 
-    STATES: a tensor per term, see `carry`; None: the segment is the whole sequence and begins at zero. HELD: numbers
-    per segment, and between rows and columns, of each. LAST: a tensor [B H, SIZE] per term, receives the state after
-    all segments, or None. BEFORE: tokens laid out as OUT that are added, or None. DIVIDED: divide OUT by OUT_EXTRA +
-    eps, and store that divisor. INNER: OUT is a later operand. REST: receives the rounding error of OUT. PARTNER:
-    tokens p; SUMS [B H, segments, blocks, 3] receives Sum x_i, Sum i x_i (i from the start of the segment), x_i the
-    product of p_i and the part of the output from the states, and with INTRA the sum of (i - j) w_ij over pairs in one
-    chunk, for the gradient of the decay (see `launch`).
+    STATES: a tensor per term, see `causal_carry`; None: the segment is the whole sequence and begins at zero. HELD:
+    numbers per segment, and between rows and columns, of each. LAST: a tensor [B H, SIZE] per term, receives the state
+    after all segments, or None. BEFORE: tokens laid out as OUT that are added, or None. DIVIDED: divide OUT by
+    OUT_EXTRA + eps, and store that divisor. INNER: OUT is a later operand. REST: receives the rounding error of OUT.
+    PARTNER: tokens p; SUMS [B H, segments, blocks, 3] receives Sum x_i, Sum i x_i (i from the start of the segment),
+    x_i the product of p_i and the part of the output from the states, and with INTRA the sum of (i - j) w_ij over pairs
+    in one chunk, for the gradient of the decay (see `launch`).
     """
     N, heads, segments, length = sizes[0], sizes[1], sizes[2], sizes[3]
     bh, segment = tl.program_id(0) // segments, tl.program_id(0) % segments

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from ...dispatch.recording import launch
-from .kernels import carry, outputs, states
+from .kernels import causal_carry, causal_outputs, causal_states
 from .plan import CHUNK, REST, in_tf32, plan, tile_of, together, warps
 
 
@@ -146,7 +146,7 @@ class Pass:
         tf32 = in_tf32(z.dtype)
         many = exact or (partner is not None and (pairs or reverse))
         launch(
-            outputs, (b * self.heads * p.segments, p.blocks),
+            causal_outputs, (b * self.heads * p.segments, p.blocks),
             *given, None if held[0].states is None else tuple(x.states for x in held), after, self.within,
             None if before is None else before.x, out, out_extra, rest, partner, found, at,
             None if partner is None else self._at(partner), sizes, self.scale, eps or 0.0, X=index[0], Y=index[1],
@@ -181,13 +181,13 @@ class Pass:
         bh, block = term[0].x.shape[0] * self.heads, min(64, tile_of(wz, wy))
         found = torch.empty((bh, segments, size), dtype=torch.float32, device=term[0].x.device)
         launch(
-            states, (bh * (segments if frame else segments - 1), -(-wz // block)),
+            causal_states, (bh * (segments if frame else segments - 1), -(-wz // block)),
             *given, self.within, found, at, sizes, Y=y, Z=z, WY=wy, WZ=wz, YP=tile_of(wy, wz), BZ=block, C=CHUNK,
             SIZE=size, SCORED=scored, VALUED=valued, REVERSE=reverse, FRAME=frame, EXACT=self.exact and not frame,
             TF32=in_tf32(term[0].x.dtype), **warps(max(wy, wz), False, 2),
         )  # fmt: skip
         launch(
-            carry, (bh, triton.cdiv(size, 1024)),
+            causal_carry, (bh, triton.cdiv(size, 1024)),
             self.log2, found, first, sizes, SIZE=size, REVERSE=reverse, FRAME=frame, BS=1024, num_warps=4,
         )  # fmt: skip
         self.entered.append((key, *term[1:], Held(found, *shape)))

@@ -19,7 +19,7 @@ MAPS = ("relu", "elu1")  # others are computed in torch
 
 
 @triton.jit(do_not_specialize=["N"])
-def mapped(
+def causal_mapped(
     X, G, OUT, at, grad_at, N, H: tl.constexpr, ALIGN: tl.constexpr, ELU: tl.constexpr, TF32: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def mapped(
 
 
 @triton.jit(do_not_specialize=["N"])
-def undivided(
+def causal_undivided(
     G, O, REST, DIVISOR, OUT, EXTRA, grad_at, N, H: tl.constexpr, ALIGN: tl.constexpr, TF32: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def features(x: Tensor, name: str, dtype: torch.dtype, tf32: bool, grad: Tensor 
     of_g = x if g is None else g
     units, (tiles, sizes) = min(alignment(x), alignment(of_g)), grid(x)
     launch(
-        mapped, tiles, x, g, out, strides(x, units), strides(of_g, units), x.shape[1], H=x.shape[2], ALIGN=units,
+        causal_mapped, tiles, x, g, out, strides(x, units), strides(of_g, units), x.shape[1], H=x.shape[2], ALIGN=units,
         ELU=name == "elu1", TF32=tf32, **sizes,
     )  # fmt: skip
     return out
@@ -82,7 +82,7 @@ def of_ratio(
     grad, out, extra = inner(grad), torch.empty(o.shape, dtype=dtype, device=o.device), torch.empty_like(divisor)
     units, (tiles, sizes) = alignment(grad), grid(o)
     launch(
-        undivided, tiles, grad, o, rest, divisor, out, extra, strides(grad, units), o.shape[1], H=o.shape[2],
+        causal_undivided, tiles, grad, o, rest, divisor, out, extra, strides(grad, units), o.shape[1], H=o.shape[2],
         ALIGN=units, TF32=tf32, **sizes,
     )  # fmt: skip
     return out, extra

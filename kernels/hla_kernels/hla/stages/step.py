@@ -30,7 +30,7 @@ def stage(x, y, z, ze, IN, OUT, g, scale, D: tl.constexpr, WZ: tl.constexpr, DP:
 
 
 @triton.jit(do_not_specialize=["group", "scale", "eps"])
-def step(
+def causal_step(
     Q, K, V, LOG2, IN, OUT, O, group, scale, eps, GROUPS: tl.constexpr, OP: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip

@@ -51,7 +51,7 @@ def tokens_at(
 
 
 @triton.jit(do_not_specialize=["at", "sizes", "scale"])
-def walk(
+def causal_walk(
     Q, K, V, LOG2, FIRST, LAST, OUT, at, sizes, scale, OP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     SIZE: tl.constexpr, DP: tl.constexpr, BZ: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,8 @@ def walked(
     last = torch.empty((b, h, size), dtype=torch.float32, device=q.device) if keep else None
     at = tuple(y for x in (q, k, v) for y in (*(s // 8 for s in x.stride()[:3]), h // x.shape[2]))
     launch(
-        walk, b * h * -(-dv // block), q, k, v, log2, None if first is None else first.contiguous(), last, out, at,
-        (n, h), scale, OP=op, D=d, DV=dv, SIZE=size, DP=padded(d), BZ=block, C=walk_chunk(d), num_warps=4, num_stages=1,
+        causal_walk, b * h * -(-dv // block), q, k, v, log2, None if first is None else first.contiguous(), last, out,
+        at, (n, h), scale, OP=op, D=d, DV=dv, SIZE=size, DP=padded(d), BZ=block, C=walk_chunk(d), num_warps=4,
+        num_stages=1,
     )  # fmt: skip
     return out, last

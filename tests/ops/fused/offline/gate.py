@@ -22,7 +22,7 @@ from hla_kernels.hla.fused import Spec, launch
 from hla_kernels.sequences import Sequences
 from tests.ops.fused.offline.judge import compile_call, key
 
-BACKWARD = ("summed_middle", "apply_grads")
+BACKWARD = ("hla_summed_middle", "hla_apply_grads")
 COMPILED: dict[str, dict] = {}
 
 

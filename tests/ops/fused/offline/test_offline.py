@@ -132,7 +132,7 @@ def test_the_first_use_check_runs_what_a_call_launches(op):
                 sizes = trial.sizes(form)
                 tried = {key(*x) for batch, tokens in sizes for x in record(op, options, batch, h, tokens, d, kind)}
                 missing = {x[0].__name__ for x in record(op, options, b, h, n, d, kind) if key(*x) not in tried}
-                assert len(sizes) == 1 + len(missing) and missing <= {"middle"} and (not missing or n == 16384)
+                assert len(sizes) == 1 + len(missing) and missing <= {"hla_middle"} and (not missing or n == 16384)
                 assert {*sizes} <= {*trial.sizes((*form[:3], form[3][:-2]))}  # while compiling, all variants
 
 
@@ -142,7 +142,7 @@ def test_learned_coefficients_cost_one_small_launch(n, d):
     from tests.ops.fused.offline.gate import record
 
     learned, fixed = (record("polynomial", options, 8, 16, n, d) for options in (PLAIN, FIXED))
-    assert [fn.__name__ for fn, *_ in learned] == [*(fn.__name__ for fn, *_ in fixed), "sum_coefficients"]
+    assert [fn.__name__ for fn, *_ in learned] == [*(fn.__name__ for fn, *_ in fixed), "hla_sum_coefficients"]
     for fn, args, kwargs in fixed:
         assert (dict(zip(fn.arg_names, args, strict=False)) | kwargs).get("dcoefficients") is None
 
@@ -153,7 +153,7 @@ def test_many_heads_have_one_launch_forward_and_three_backward(op, options):
 
     found = [fn.__name__ for fn, *_ in record(op, options, 64, 6, 512, 64)]
     kernels = [name for name in found if not name.startswith("map")]
-    assert kernels == ["summed_forward", "reduce_readout", "summed_middle", "apply_grads"]
+    assert kernels == ["hla_summed_forward", "hla_reduce_readout", "hla_summed_middle", "hla_apply_grads"]
 
 
 @pytest.mark.parametrize("options", (("hla2", None, False), ("ahla", "elu1", True)), ids=str)
@@ -197,10 +197,10 @@ def test_what_polynomial_saves_has_a_size_for_an_unknown_number_of_tokens(option
 
 
 def test_verdicts_of_code_that_is_gone_are_removed(monkeypatch, tmp_path):
-    from hla_kernels.hla.fused.split import apply_grads
+    from hla_kernels.hla.fused.split import hla_apply_grads
     from tests.ops.fused.offline import verdicts
 
-    file, source = tmp_path / "verdicts.jsonl", verdicts.source(apply_grads)[:16]
+    file, source = tmp_path / "verdicts.jsonl", verdicts.source(hla_apply_grads)[:16]
     lines = [json.dumps({"key": str(i), "source": x, "result": {}}) for i, x in enumerate((source, "gone", source))]
     file.write_text("\n".join([*lines, json.dumps({"key": "3", "result": {}})]) + "\n")
     monkeypatch.setattr(verdicts, "FILE", file)

@@ -11,7 +11,7 @@ NO_SPECIALIZE = ["ms", "BH", "H", "B", "M", "PARTS", "step", "first", "chunk", "
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def pad_mixing(m, out, ms, M, MP: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr):
+def blockmix_pad_mixing(m, out, ms, M, MP: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr):
     """Pad m (TURNED: m') of one head into out [heads, 2, MP, MP], zero outside M x M."""
     head = tl.program_id(0)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -43,14 +43,14 @@ def load_columns(x, c, M, step, K0: tl.constexpr, K: tl.constexpr, C: tl.constex
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def mix(
+def blockmix_mix(
     m, x, other, out, grads, BH, B, H, M, PARTS, chunk, step, first, C: tl.constexpr, TILES: tl.constexpr,
     PER_HEAD: tl.constexpr, MP: tl.constexpr, BM: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute out_i = Sum_b m_ib x_b for BM rows i and `chunk` consecutive tiles of columns of one head; m stays in
     registers. Unless `other` is None (m is then the transposed matrix), also partial sums of dm_bi = Sum x_b other_i in
-    the layout of `mixing_grads`; x is read once."""
+    the layout of `blockmix_mixing_grads`; x is read once."""
     BACK: tl.constexpr = other is not None
     pid = tl.program_id(0)
     row = pid % TILES  # neighbouring programs read the same columns
@@ -107,12 +107,12 @@ def store_columns(grads, g, b, M, K0: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def mix_long(
+def blockmix_mix_long(
     m, x, out, BH, H, M, C: tl.constexpr, TILES: tl.constexpr, PER_HEAD: tl.constexpr, MP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute `mix` for float32 moments, or for more blocks than `mix` supports: one tile of columns per program, with
-    a loop over m."""
+    """Compute `blockmix_mix` for float32 moments, or for more blocks than `blockmix_mix` supports: one tile of columns
+    per program, with a loop over m."""
     pid = tl.program_id(0)
     row = pid % TILES
     bh = (pid // TILES) % BH
@@ -144,7 +144,7 @@ def add_tile(acc, a, b, PREC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def mixing_grads(
+def blockmix_mixing_grads(
     dx, x, out, BH, B, H, M, PARTS, chunk, step, first, C: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr,
     BC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +172,7 @@ def mixing_grads(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def sum_parts(parts, out, count, step, BP: tl.constexpr, BE: tl.constexpr):
+def blockmix_sum_parts(parts, out, count, step, BP: tl.constexpr, BE: tl.constexpr):
     """Compute out [groups, step], the sum over `count` parts [groups, count, step], in a fixed order."""
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     group = tl.program_id(1).to(tl.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from .. import plan
 from ..spec import Moments
-from .kernels import mix, mix_long, mixing_grads, pad_mixing, sum_parts
+from .kernels import blockmix_mix, blockmix_mix_long, blockmix_mixing_grads, blockmix_pad_mixing, blockmix_sum_parts
 
 if TYPE_CHECKING:
     from ..launch import Call
@@ -22,7 +22,7 @@ def add(parts: Tensor, out: Tensor, groups: int, count: int, step: int, rows: in
     """Compute out [groups, step], the sum over `count` parts [groups, count, step], `rows` at a time; `rows` is
     constant per caller, so that another number of tokens does not recompile."""
     columns = max(32, 4096 // rows)
-    launch(sum_parts, (-(-step // columns), groups), parts, out, count, step, BP=rows, BE=columns, num_warps=8)
+    launch(blockmix_sum_parts, (-(-step // columns), groups), parts, out, count, step, BP=rows, BE=columns, num_warps=8)
 
 
 def sum_of_mixing(call: Call, parts: Tensor, count: int) -> Tensor:
@@ -55,15 +55,17 @@ class Part:
         m, flags = self.padded()
         if not self.long:
             launch(
-                mix, self.tiles * call.bh * self.parts, m, self.x, self.other, self.to, partial, *sizes,
+                blockmix_mix, self.tiles * call.bh * self.parts, m, self.x, self.other, self.to, partial, *sizes,
                 STAGES=config["num_stages"], **flags, **common,
             )  # fmt: skip
             return
         programs = self.tiles * call.bh * -(-self.columns // config["BC"])
-        launch(mix_long, programs, m, self.x, self.to, call.bh, call.h, call.m, PREC=call.mix, **flags, **common)
+        launch(
+            blockmix_mix_long, programs, m, self.x, self.to, call.bh, call.h, call.m, PREC=call.mix, **flags, **common
+        )
         if partial is not None:
             launch(
-                mixing_grads, self.grad_tiles**2 * self.parts * call.bh, self.x, self.other, partial, *sizes,
+                blockmix_mixing_grads, self.grad_tiles**2 * self.parts * call.bh, self.x, self.other, partial, *sizes,
                 C=self.columns, TILES=self.grad_tiles, PREC=call.mix, **self.grads,
             )  # fmt: skip
 
@@ -74,7 +76,7 @@ class Part:
         heads, steps = (self.call.h, m.stride()) if per_head else (1, (0, *m.stride()))
         out = self.call.buffer(heads, 2, mp, mp, dtype=self.x.dtype)
         sizes = {"MP": mp, "TURNED": self.back, "BLOCK": min(BLOCK, mp * mp)}
-        launch(pad_mixing, (heads, -(-mp * mp // BLOCK)), m, out, tuple(steps), self.call.m, **sizes)
+        launch(blockmix_pad_mixing, (heads, -(-mp * mp // BLOCK)), m, out, tuple(steps), self.call.m, **sizes)
         return out, {"PER_HEAD": per_head, "MP": mp}
 
 

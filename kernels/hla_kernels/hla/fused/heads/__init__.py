@@ -40,7 +40,7 @@ def load_coefficients(ptr, h, ORDER: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def head_forward(
+def hla_head_forward(
     q, k, v, o, state, matrix, qs, ks, vs, os, N, H, G, scale, eps, NORM: tl.constexpr, ALIGN: tl.constexpr,
     F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
     PREC: tl.constexpr,
@@ -84,7 +84,7 @@ def ratio_of(ratio, head, most, NORM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def head_backward(
+def hla_head_backward(
     q, k, v, g, dq, dk, dv, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, scale, ALIGN: tl.constexpr, F: tl.constexpr,
     V: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip

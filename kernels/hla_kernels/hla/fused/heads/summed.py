@@ -1,8 +1,9 @@
 """Higher orders by one program per head, and centred keys of first order.
 
 Without options, as ratios, or with centred keys; float16 factors (`halves`). The forward is one launch; it keeps its
-vectors, factors and operator. The backward sums dM (and dm1) over queries by `split.reduce_readout`, computes the
-weights of a head by `summed_middle` and the gradients of tokens by `split.apply_grads`. Equations as in `algebra`.
+vectors, factors and operator. The backward sums dM (and dm1) over queries by `split.hla_reduce_readout`, computes the
+weights of a head by `hla_summed_middle` and the gradients of tokens by `split.hla_apply_grads`. Equations as in
+`algebra`.
 """
 
 import triton
@@ -93,7 +94,7 @@ def sum_rows(a, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def summed_forward(
+def hla_summed_forward(
     q, k, v, o, vectors, matrix, factors, units, qs, ks, vs, os, N, H, scale, eps, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, SAVE: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr, PREC: tl.constexpr,
@@ -229,12 +230,12 @@ def weights_hla3(to, m, u, t, dm, pd, s, more, scale, one, mean, NORM: tl.conste
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def summed_middle(
+def hla_summed_middle(
     vectors, factors, units, grads, room, weights, rows, N, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
     CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, L: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Compute the weights [B * H, KW] of one head, as far as the order has them (`algebra.weights`), and the rows of
-    dq, dk, dv [B * H, 3 D], from the sums [B * H, KG] of `split.reduce_readout`. room: for three matrices [P, P]."""
+    dq, dk, dv [B * H, 3 D], from the sums [B * H, KG] of `split.hla_reduce_readout`. room: three matrices [P, P]."""
     head = tl.program_id(0).to(tl.int64)
     n, scale = means(N, head, scale)
     vectors += head * L.K

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ....dispatch.recording import launch
 from .. import plan
-from ..heads import head_backward, head_forward
-from ..heads.summed import summed_forward, summed_middle
-from ..loops.first import divide_grads, key_grads, query_grads
-from ..loops.parts import add_parts, combine
-from ..middle import middle, middle_grads_value
-from ..middle.key import middle_grads_key, middle_grads_pair, sum_coefficients, sum_groups
+from ..heads import hla_head_backward, hla_head_forward
+from ..heads.summed import hla_summed_forward, hla_summed_middle
+from ..loops.first import hla_divide_grads, hla_key_grads, hla_query_grads
+from ..loops.parts import hla_add_parts, hla_combine
+from ..middle import hla_middle, hla_middle_grads_value
+from ..middle.key import hla_middle_grads_key, hla_middle_grads_pair, hla_sum_coefficients, hla_sum_groups
 from ..plan import paths
 from ..spec import MOMENTS, operator_dtype, padded, placed
-from ..split import apply, apply_grads, reduce_moments, reduce_readout
+from ..split import hla_apply, hla_apply_grads, hla_reduce_moments, hla_reduce_readout
 from .call import BLOCK, Call, Kept, Outs, Pair, Saved, unfused
 
 
@@ -30,14 +30,14 @@ def head_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     to = Saved.of(saved, call) if save else Saved(None, None)
     config = plan.head_config("forward", spec, call.w, call.q.dtype)
     numbers = (call.g, call.scale, spec.eps)
-    call.over_tokens(head_forward, 1, (*call.tokens, o), to, numbers, SAVE=save, **call.pick("NORM"), **config)
+    call.over_tokens(hla_head_forward, 1, (*call.tokens, o), to, numbers, SAVE=save, **call.pick("NORM"), **config)
 
 
 def head_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> None:
     """Compute dq, dk, dv (per query head) of first order in one launch."""
     at, a = placed(*call.tokens, g, *outs)
     launch(
-        head_backward, call.bh,
+        hla_head_backward, call.bh,
         *call.tokens, g, *outs, *at, call.n, call.h, call.g, call.scale, ALIGN=a, **call.w._asdict(),
         PREC=call.prec["PREC"], **plan.head_config("backward", call.spec, call.w, g.dtype),
     )  # fmt: skip
@@ -61,8 +61,8 @@ def reduce_call(call: Call, out: Tensor | None, final: bool) -> tuple[Tensor | N
     parts, chunk = plan.reduce_parts(call.planned, call.most, config["BN"])
     partial = out if parts == 1 else call.buffer(parts, call.bh, call.lay.K)
     call.over_tokens(
-        reduce_moments, parts * roles, call.tokens, (partial,), (call.g, parts, chunk, call.bh, call.scale, spec.ridge),
-        FINAL=final and parts == 1, ROLES=roles, **call.flags, **config, **unfused(call),
+        hla_reduce_moments, parts * roles, call.tokens, (partial,), (call.g, parts, chunk, call.bh, call.scale,
+        spec.ridge), FINAL=final and parts == 1, ROLES=roles, **call.flags, **config, **unfused(call),
     )  # fmt: skip
     return partial, parts
 
@@ -72,7 +72,7 @@ def combine_call(call: Call, partial: Tensor | None, parts: int, state: Tensor |
     lay, spec = call.lay, call.spec
     blocks = -(-max(lay.fd * max(lay.fd, lay.dv), 2 * lay.fd + lay.dv) // BLOCK)
     launch(
-        combine, call.bh * blocks,
+        hla_combine, call.bh * blocks,
         partial, state, parts, call.bh, call.scale, call.n, spec.ridge, SUMS=spec.sums, L=lay,
         BLOCKS=blocks, BLOCK=BLOCK, ONES=spec.normalize or spec.mean_path,
         **call.pick("ORDER", "CENTER", "RIDGE"),
@@ -83,7 +83,7 @@ def middle_call(call: Call, saved: Saved, anchored: bool) -> None:
     """Compute the operator from the moments; anchored: `reduce_call` computed the anchor."""
     sizes = call.middle_sizes("middle")
     launch(
-        middle, call.bh * -(-call.lay.fd // sizes["BR"]),
+        hla_middle, call.bh * -(-call.lay.fd // sizes["BR"]),
         saved.state, saved.matrix, call.coefficients, call.n, call.h, call.scale, **call.pick("ORDER", "NORM"),
         ANCHORED=anchored, **unfused(call), **sizes,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def add_parts_call(call: Call, partial: Tensor | None, parts: int, out: Tensor) 
         length = out.shape[1]
         blocks = -(-length // BLOCK)
         sizes = {"LEN": length, "K": length, "BLOCKS": blocks, "BLOCK": BLOCK}
-        launch(add_parts, call.bh * blocks, partial, out, parts, call.bh, **sizes)
+        launch(hla_add_parts, call.bh * blocks, partial, out, parts, call.bh, **sizes)
 
 
 def room_of(call: Call) -> Tensor:
@@ -106,7 +106,7 @@ def room_of(call: Call) -> Tensor:
 def apply_call(call: Call, o: Tensor, saved: Saved) -> None:
     """Compute o from the operators in one launch."""
     config, flags = plan.apply_config("forward", call.spec, call.w, call.q.dtype), call.pick("NORM", "CENTER", "MEAN")
-    call.write_tokens(apply, config, (call.q, o), saved, behind=(call.spec.eps,), **flags)
+    call.write_tokens(hla_apply, config, (call.q, o), saved, behind=(call.spec.eps,), **flags)
 
 
 def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> Tensor:
@@ -117,7 +117,7 @@ def readout_grad(call: Call, g: Tensor, saved: Saved, ratio: Tensor | None) -> T
     config = plan.readout_config(spec, call.w, call.q.dtype)
     parts = plan.reduce_parts(call.planned, call.most, config["BN"])
     return sum_queries(
-        call, reduce_readout, (call.q, g), (*saved, ratio), call.lay.KG, parts, TURNED=call.turned, DIVIDED=twice,
+        call, hla_reduce_readout, (call.q, g), (*saved, ratio), call.lay.KG, parts, TURNED=call.turned, DIVIDED=twice,
         SUMS=spec.mean_path or spec.center == "qk", **call.pick("ORDER", "NORM"), **config,
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     scalars = (call.n, call.h, call.scale)
     blocks = -(-lay.dv // sizes["BR"])
     launch(
-        middle_grads_value, call.bh * blocks,
+        hla_middle_grads_value, call.bh * blocks,
         saved.state, grads, weights, rows, call.coefficients, *scalars,
         **call.pick("ORDER", "NORM", "CENTER", "MEAN"), **common,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
     if call.spec.op != "linear_attention" or call.spec.sums:
         # fused multiply-adds would round differently in the threads that share a sum and all write it
         launch(
-            middle_grads_key, call.bh * blocks,
+            hla_middle_grads_key, call.bh * blocks,
             saved.state, grads, weights, rows, call.coefficients, dc, saved.matrix, cross, *scalars,
             **common | plan.middle_widths(call.spec, call.w, sizes["MID"])._asdict(),
             HALF=call.q.dtype == torch.float16,
@@ -163,7 +163,7 @@ def middle_grads(call: Call, grads: Tensor, saved: Saved) -> tuple[Tensor, Tenso
         )  # fmt: skip
     if cross is not None:
         launch(
-            middle_grads_pair, call.bh * blocks * 2,
+            hla_middle_grads_pair, call.bh * blocks * 2,
             saved.state, grads, weights, call.coefficients, dc, cross, *scalars, **common,
         )  # fmt: skip
     return weights, rows, dc
@@ -181,7 +181,7 @@ def apply_grads_call(call: Call, g: Tensor, outs: Outs, saved: Saved, *weights: 
     """Compute dq, dk, dv from the ratio, the weights and the rows of every head in one launch."""
     config = plan.apply_config("backward", call.spec, call.w, call.q.dtype, call.g > 1)
     call.write_tokens(
-        apply_grads, config, (*call.tokens, g, *outs), (*saved, *weights), (call.g,),
+        hla_apply_grads, config, (*call.tokens, g, *outs), (*saved, *weights), (call.g,),
         long=paths.cut(call.w) and call.spec.op == "polynomial", ROWS_DONE=call.summed,
         **call.pick("ORDER", "NORM", "CENTER", "MEAN"),
     )  # fmt: skip
@@ -190,7 +190,7 @@ def apply_grads_call(call: Call, g: Tensor, outs: Outs, saved: Saved, *weights: 
 def divide(call: Call, g: Tensor, saved: Saved, ratio: Tensor, dq: Tensor | None) -> None:
     """Fill `ratio`, and dq of first order, in a separate launch."""
     rows, given, halves = (call.q, g, dq), (*saved, ratio), plan.in_halves(call.w.F)
-    call.write_tokens(divide_grads, plan.DIVIDE, rows, given, behind=(call.spec.eps,), F=halves)
+    call.write_tokens(hla_divide_grads, plan.DIVIDE, rows, given, behind=(call.spec.eps,), F=halves)
 
 
 def first_backward_call(call: Call, g: Tensor, outs: Outs, buffer: Tensor) -> None:
@@ -206,20 +206,20 @@ def first_query_call(call: Call, g: Tensor, dq: Tensor, saved: Saved) -> Tensor:
         divide(call, g, saved, ratio, dq)
     config, length = plan.query_config(call.w), call.lay.fd * call.lay.dv + call.lay.fd
     parts = plan.query_parts(call.planned, call.most, config["BN"])
-    return sum_queries(call, query_grads, (call.q, g, dq), (*saved, ratio), length, parts, **config)
+    return sum_queries(call, hla_query_grads, (call.q, g, dq), (*saved, ratio), length, parts, **config)
 
 
 def first_key_call(call: Call, outs: Outs, saved: Saved, grads: Tensor) -> None:
     """Compute dk and dv of a ratio of first order."""
     rows, given = (*call.tokens[1:], *outs[1:]), (saved.state, grads)
-    call.write_tokens(key_grads, plan.key_config(call.w), rows, given, (call.g,), (call.scale,))
+    call.write_tokens(hla_key_grads, plan.key_config(call.w), rows, given, (call.g,), (call.scale,))
 
 
 def coefficients_grad(call: Call, parts: Tensor) -> Tensor:
     """Return d coefficients [H, 4], the sum of parts [B, H, blocks, 4]."""
     assert call.coefficients is not None
     out = torch.empty_like(call.coefficients, memory_format=torch.contiguous_format)
-    launch(sum_coefficients, call.h, parts, out, call.b, call.h, parts.numel() // (call.bh * 4), WIDTH=128)
+    launch(hla_sum_coefficients, call.h, parts, out, call.b, call.h, parts.numel() // (call.bh * 4), WIDTH=128)
     return out
 
 
@@ -239,7 +239,7 @@ def sum_heads(grads: Pair, keys: Pair) -> None:
         if x is not out:
             width, block, rows = out.shape[3], 32, out.numel() // out.shape[3]
             group = x.shape[2] // out.shape[2]
-            launch(sum_groups, -(-rows // block), x, out, rows, group, W=width, WP=padded(width), BLOCK=block)
+            launch(hla_sum_groups, -(-rows // block), x, out, rows, group, W=width, WP=padded(width), BLOCK=block)
 
 
 def summed_widths(call: Call) -> dict:
@@ -254,7 +254,7 @@ def summed_forward_call(call: Call, o: Tensor, saved: Tensor) -> None:
     kept = Kept.of(saved, call) if save else Kept.none(call, o)
     at, a = placed(*call.tokens, o)
     launch(
-        summed_forward, call.bh, *call.tokens, o, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
+        hla_summed_forward, call.bh, *call.tokens, o, *kept, *at, call.n, call.h, call.scale, call.spec.eps, ALIGN=a,
         SAVE=save, PREC=call.prec["PREC"], **summed_widths(call), **plan.summed_config(call.spec, call.w),
     )  # fmt: skip
 
@@ -268,7 +268,7 @@ def summed_backward_call(call: Call, g: Tensor, outs: Outs, saved: Tensor) -> No
     rows = call.buffer(call.bh, 3 * call.lay.fd)
     room = call.buffer(call.bh, 3, call.w.F.padded**2, dtype=torch.float16)
     launch(
-        summed_middle, call.bh, kept.vectors, kept.factors, kept.units, grads, room, weights, rows, call.n,
+        hla_summed_middle, call.bh, kept.vectors, kept.factors, kept.units, grads, room, weights, rows, call.n,
         call.scale, **summed_widths(call), **plan.SUMMED_MIDDLE,
     )  # fmt: skip
     apply_grads_call(call, g, outs, of, ratio, weights, rows)

@@ -36,13 +36,13 @@ NO_SPECIALIZE = [
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def query_grads(
+def hla_query_grads(
     q, g, dq, state, matrix, ratio, out, qs, gs, dqs, N, H, PARTS, chunk, heads, eps, ALIGN: tl.constexpr,
     F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, and partial dM' [V, F] and dm1 [F] in out [PARTS, B * H, V F + F], of one part of one head.
 
-    Only the sums if `divide_grads` has written dq and ratio [B * H, N, 2]."""
+    Only the sums if `hla_divide_grads` has written dq and ratio [B * H, N, 2]."""
     b, h, part = place(H, PARTS)
     most = longest(N)
     at, N, _ = span(N, b, b * H + h, 0.0)
@@ -69,7 +69,7 @@ def query_grads(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def divide_grads(
+def hla_divide_grads(
     q, g, dq, state, matrix, ratio, qs, gs, dqs, N, H, PARTS, chunk, eps, ALIGN: tl.constexpr, F: tl.constexpr,
     V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -92,11 +92,11 @@ def divide_grads(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def key_grads(
+def hla_key_grads(
     k, v, dk, dv, state, grads, ks, vs, dks, dvs, N, H, G, PARTS, chunk, scale, ALIGN: tl.constexpr, F: tl.constexpr,
     V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one part of one head from the summed dM' and dm1 of `query_grads`. The common part of v
+    """Compute dk and dv of one part of one head from the summed dM' and dm1 of `hla_query_grads`. The common part of v
     cancels exactly with the same rounded weights."""
     b, h, part = place(H, PARTS)
     at, N, scale = span(N, b, b * H + h, scale)

@@ -36,11 +36,11 @@ def combine_section(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def combine(
+def hla_combine(
     parts, state, PARTS, heads, scale, n, ridge, ORDER: tl.constexpr, ONES: tl.constexpr, CENTER: tl.constexpr,
     RIDGE: tl.constexpr, SUMS: tl.constexpr, L: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts [PARTS, B * H, K] of `reduce_moments` in order; scale, centre and ridge the moments."""
+    """Add the parts [PARTS, B * H, K] of `hla_reduce_moments` in order; scale, centre and ridge the moments."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     n, scale = means(n, head, scale)
@@ -70,7 +70,9 @@ def combine(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def add_parts(parts, out, PARTS, heads, LEN: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def hla_add_parts(
+    parts, out, PARTS, heads, LEN: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Compute out [B * H, K], the sum over parts, in order, of the first LEN elements of parts [PARTS, B * H, K]."""
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS

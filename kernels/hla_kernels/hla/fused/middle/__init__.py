@@ -124,7 +124,7 @@ def moment_anchor(s, scale, ORDER: tl.constexpr, L: tl.constexpr, F: tl.constexp
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
-def middle(
+def hla_middle(
     state, matrix, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
     L: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr, ANCHORED: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +179,7 @@ def middle(
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
-def middle_grads_value(
+def hla_middle_grads_value(
     state, grads, weights, rows, coefficients, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
     CENTER: tl.constexpr, MEAN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr,
     MID: tl.constexpr, TURNED: tl.constexpr,

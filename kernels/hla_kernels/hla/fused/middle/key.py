@@ -154,14 +154,14 @@ def query_moment_grad(
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
-def middle_grads_key(
+def hla_middle_grads_key(
     state, grads, weights, rows, coefficients, dcoefficients, matrix, cross, N, H, scale, ORDER: tl.constexpr,
     NORM: tl.constexpr, CENTER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr,
     MID: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rows over F, after `middle_grads_value`: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross
-    [B * H, F, F], float32) where `middle_grads_pair` follows. HALF: products with float16 tokens read the weights and
-    the operator as they are here."""
+    """Rows over F, after `hla_middle_grads_value`: WR', WS of hla2, the rows of dq and dk, and Z' = P dM' (cross
+    [B * H, F, F], float32) where `hla_middle_grads_pair` follows. HALF: products with float16 tokens read the weights
+    and the operator as they are here."""
     BLOCKS: tl.constexpr = (F.D + BR - 1) // BR
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     n, scale = means(N, head, scale)
@@ -204,7 +204,7 @@ def middle_grads_key(
 
 
 @triton.jit(do_not_specialize=["N", "H", "scale"])
-def middle_grads_pair(
+def hla_middle_grads_pair(
     state, grads, weights, coefficients, dcoefficients, cross, N, H, scale, ORDER: tl.constexpr, NORM: tl.constexpr,
     CENTER: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, MID: tl.constexpr,
     TURNED: tl.constexpr,
@@ -248,7 +248,7 @@ def middle_grads_pair(
 
 
 @triton.jit(do_not_specialize=["B", "H", "BLOCKS"])
-def sum_coefficients(parts, out, B, H, BLOCKS, WIDTH: tl.constexpr):
+def hla_sum_coefficients(parts, out, B, H, BLOCKS, WIDTH: tl.constexpr):
     """Compute d coefficients [H, 4] from parts [B, H, BLOCKS, 4], in a fixed order."""
     h = tl.program_id(0)
     i = tl.arange(0, WIDTH)
@@ -262,7 +262,7 @@ def sum_coefficients(parts, out, B, H, BLOCKS, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "G"])
-def sum_groups(x, out, rows, G, W: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr):
+def hla_sum_groups(x, out, rows, G, W: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr):
     """out [rows, W] = sum over the G query heads of a key head of x [rows, G, W] (gradients of grouped keys and
     values)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

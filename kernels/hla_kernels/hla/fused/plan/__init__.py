@@ -8,8 +8,8 @@ from ..spec import Spec, Width, Widths
 from .paths import PROGRAMS, cut, narrow, plain
 
 INVARIANT = {"on": False}
-DIVIDE = {"BN": 64, "num_warps": 4, "num_stages": 2}  # tiles of `divide_grads`
-SUMMED_MIDDLE = {"num_warps": 4, "num_stages": 1}  # of `summed_middle`
+DIVIDE = {"BN": 64, "num_warps": 4, "num_stages": 2}  # tiles of `hla_divide_grads`
+SUMMED_MIDDLE = {"num_warps": 4, "num_stages": 1}  # of `hla_summed_middle`
 
 
 def set_batch_invariant(on: bool) -> None:
@@ -30,7 +30,7 @@ def planned(batch_heads: int) -> int:
 
 
 def head_config(direction: str, spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
-    """Return the tiles of `head_forward` (BN sums, BO reads out) and `head_backward`."""
+    """Return the tiles of `hla_head_forward` (BN sums, BO reads out) and `hla_head_backward`."""
     if dtype == torch.float32:
         return {"BN": 32, "BO": 32, "num_stages": 2, "num_warps": 8}
     if direction == "backward":
@@ -41,14 +41,14 @@ def head_config(direction: str, spec: Spec, w: Widths, dtype: torch.dtype) -> di
 
 
 def summed_config(spec: Spec, w: Widths) -> dict[str, int]:
-    """Return the tiles of `summed_forward`."""
+    """Return the tiles of `hla_summed_forward`."""
     wide = w.F.D2 > 0
     more = {} if wide or not spec.sums else {"maxnreg": 168}  # three programs a multiprocessor
     return {"BN": 32, "BO": 64, "num_warps": 4, "num_stages": 3 if wide or spec.sums else 4, **more}
 
 
 def reduce_config(spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
-    """Return the tiles of `reduce_moments`, and of `reduce_readout` without a normaliser."""
+    """Return the tiles of `hla_reduce_moments`, and of `hla_reduce_readout` without a normaliser."""
     if dtype == torch.float32:
         return {"BN": 16 if w.wide > 96 else 32, "num_warps": 8, "num_stages": 2}
     if spec.op == "polynomial" and w.wide > 64 and plain(spec):
@@ -62,7 +62,7 @@ def reduce_config(spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
 
 
 def readout_config(spec: Spec, w: Widths, dtype: torch.dtype) -> dict[str, int]:
-    """Return the tiles of `reduce_readout`."""
+    """Return the tiles of `hla_reduce_readout`."""
     if not spec.normalize or dtype == torch.float32:
         return reduce_config(spec, w, dtype)
     return query_config(w) | ({"BN": 32} if spec.op == "polynomial" and cut(w) else {})
@@ -79,18 +79,18 @@ def in_halves(w: Width) -> Width:
 
 
 def query_config(w: Widths) -> dict[str, int]:
-    """Return the tiles of `query_grads`."""
+    """Return the tiles of `hla_query_grads`."""
     return {"BN": 64, "num_warps": 8 if w.wide > 80 else 4, "num_stages": 3}
 
 
 def key_config(w: Widths) -> dict[str, int]:
-    """Return the tiles of `key_grads`."""
+    """Return the tiles of `hla_key_grads`."""
     return {"BN": 64, "num_warps": 4, "num_stages": 2 if w.wide > 80 else 3}
 
 
 def reduce_roles(spec: Spec, w: Widths, dtype: torch.dtype) -> int:
-    """Return the number of programs per part of `reduce_moments`: 2 or 5 if the moments of `polynomial` do not fit in
-    the registers of one program."""
+    """Return the number of programs per part of `hla_reduce_moments`: 2 or 5 if the moments of `polynomial` do not fit
+    in the registers of one program."""
     fits = w.F.padded <= 64 and w.V.padded <= 64
     if spec.op != "polynomial" or (fits and dtype == torch.bfloat16):
         return 1
@@ -101,7 +101,8 @@ def reduce_roles(spec: Spec, w: Widths, dtype: torch.dtype) -> int:
 def apply_config(
     direction: str, spec: Spec, w: Widths, dtype: torch.dtype, grouped: bool = False
 ) -> dict[str, int]:
-    """Tiles of `apply` and `apply_grads`; `grouped`: heads share keys, whose gradients are written in float32."""
+    """Tiles of `hla_apply` and `hla_apply_grads`; `grouped`: heads share keys, whose gradients are written in
+    float32."""
     wide = w.wide > 64
     if dtype == torch.float32:
         fits = w.wide <= 96  # two weights of 128 do not fit in shared memory
@@ -151,8 +152,8 @@ def precisions(spec: Spec, w: Widths, dtype: torch.dtype, n: int, batch_heads: i
 
 
 def middle_config(kernel: str, spec: Spec, w: Widths, rows: int, batch_heads: int, mid: str) -> dict[str, int]:
-    """Return the rows per block and the warps of `middle` and of the "middle_grads" kernels: all rows of a head at once
-    if the heads fill the GPU."""
+    """Return the rows per block and the warps of `hla_middle` and of the "middle_grads" kernels: all rows of a head at
+    once if the heads fill the GPU."""
     tile = max(w.F.D1, w.V.D1)
     if mid in ("tf32x3", "ieee"):
         return {"BR": 16, "num_warps": 8, "num_stages": 1}
@@ -169,7 +170,7 @@ def middle_config(kernel: str, spec: Spec, w: Widths, rows: int, batch_heads: in
 
 
 def middle_widths(spec: Spec, w: Widths, mid: str) -> Widths:
-    """Return the widths in `middle_grads_key`: `in_halves` where rows, their tf32 remainders and a full
+    """Return the widths in `hla_middle_grads_key`: `in_halves` where rows, their tf32 remainders and a full
     matrix do not fit in registers."""
     return Widths(in_halves(w.F), in_halves(w.V)) if spec.op == "hla2" and mid == "tf32x3" else w
 
@@ -187,8 +188,8 @@ def reduce_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
 
 
 def query_parts(batch_heads: int, n: int, bn: int) -> tuple[int, int]:
-    """Return `reduce_parts` of `query_grads`, which runs two programs per multiprocessor: two parts per head if full
-    heads would leave most of a second wave idle."""
+    """Return `reduce_parts` of `hla_query_grads`, which runs two programs per multiprocessor: two parts per head if
+    full heads would leave most of a second wave idle."""
     halves = PROGRAMS < batch_heads <= 3 * PROGRAMS // 2
     return reduce_parts(PROGRAMS // 2 if halves else batch_heads, n, bn)
 

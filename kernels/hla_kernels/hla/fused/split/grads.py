@@ -1,4 +1,4 @@
-"""Kernel `apply_grads` of the backward: dq, dk, dv of one part of a head."""
+"""Kernel `hla_apply_grads` of the backward: dq, dk, dv of one part of a head."""
 
 import triton
 import triton.language as tl
@@ -74,7 +74,7 @@ def part_grads(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def apply_grads(
+def hla_apply_grads(
     q, k, v, g, dq, dk, dv, state, matrix, ratio, weights, rows, qs, ks, vs, gs, dqs, dks, dvs, N, H, G, PARTS, chunk,
     ORDER: tl.constexpr, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr, ALIGN: tl.constexpr,
     F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, ROLES: tl.constexpr, ROWS_DONE: tl.constexpr,

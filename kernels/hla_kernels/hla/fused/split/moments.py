@@ -1,4 +1,4 @@
-"""Kernel `reduce_moments`: the moments of one part of a head."""
+"""Kernel `hla_reduce_moments`: the moments of one part of a head."""
 
 import triton
 import triton.language as tl
@@ -33,7 +33,7 @@ def store_state(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def reduce_moments(
+def hla_reduce_moments(
     q, k, v, state, qs, ks, vs, N, H, G, PARTS, chunk, heads, scale, ridge, ORDER: tl.constexpr, NORM: tl.constexpr,
     CENTER: tl.constexpr, MEAN: tl.constexpr, RIDGE: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr,
     V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr, FINAL: tl.constexpr, ROLES: tl.constexpr,

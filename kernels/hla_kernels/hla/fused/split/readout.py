@@ -1,4 +1,4 @@
-"""Kernels `apply` (o = q M of one part of a head) and `reduce_readout` (the gradient of M)."""
+"""Kernels `hla_apply` (o = q M of one part of a head) and `hla_reduce_readout` (the gradient of M)."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ NO_SPECIALIZE = ["qs", "os", "gs", "N", "H", "PARTS", "chunk", "heads", "eps"]
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def apply(
+def hla_apply(
     q, o, state, matrix, qs, os, N, H, PARTS, chunk, eps, NORM: tl.constexpr, CENTER: tl.constexpr, MEAN: tl.constexpr,
     ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def apply(
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
-def reduce_readout(
+def hla_reduce_readout(
     q, g, state, matrix, ratio, out, qs, gs, N, H, PARTS, chunk, heads, eps, ORDER: tl.constexpr, NORM: tl.constexpr,
     SUMS: tl.constexpr, ALIGN: tl.constexpr, F: tl.constexpr, V: tl.constexpr, L: tl.constexpr, BN: tl.constexpr,
     PREC: tl.constexpr, TURNED: tl.constexpr, DIVIDED: tl.constexpr,

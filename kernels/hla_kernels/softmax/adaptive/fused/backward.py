@@ -33,13 +33,13 @@ from .tiles import (
 
 
 @triton.jit(do_not_specialize=FREE)
-def for_queries(
+def adaptive_for_queries(
     Q, K, V, QTOKENS, KTOKENS, MEAN, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, KBAR, O, REST, G, LSE, FAR, DELTA, C, DQ,
     qs, ks, vs, os, gs, dqs, at, sizes, heads, groups, factor, scale,
     BQ: tl.constexpr, PARTS: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Compute DQ, DELTA and C [B, H, N]; other arguments as in `forward.output`.
+    """Compute DQ, DELTA and C [B, H, N]; other arguments as in `forward.adaptive_output`.
 
     The gradients of the scores of a query sum to zero, and DQ does not change if KBAR [B Hk, D] is subtracted from all
     keys. Their rounded sum times KBAR is: with keys of large mean, their rounding errors are as large as DQ.
@@ -110,7 +110,7 @@ def for_queries(
 
 
 @triton.jit(do_not_specialize=FREE)
-def for_tiles(
+def adaptive_for_tiles(
     Q, QTOKENS, MEAN, VALUE, LOGN, CHOSEN, G, LSE, DELTA, C, DMEAN, DVALUE, qs, gs, at, sizes, U, heads, groups, factor,
     scale, BQ: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def reader(entry, i, count, behind):
 
 
 @triton.jit(do_not_specialize=FREE)
-def for_keys(
+def adaptive_for_keys(
     Q, K, V, QTOKENS, KTOKENS, LIST, COUNT, MEAN, VALUE, LOGN, DMEAN, DVALUE, DMOMENT, G, LSE, DELTA, DK, DV, qs, ks,
     vs, gs, dks, dvs, at, sizes, heads, groups, factor, scale,
     BQ: tl.constexpr, PARTS: tl.constexpr, KT: tl.constexpr, BK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -165,8 +165,8 @@ def for_keys(
     """Compute DK, DV of BK consecutive slots of KTOKENS: of some key tiles, or a part of one.
 
     They add the gradients from the pooled quantities of the tile, and from the queries that read these keys exactly:
-    the query tiles in LIST [B Hs, groups of key tiles, U] and COUNT (`choose.invert`), or all. heads: number of key
-    heads.
+    the query tiles in LIST [B Hs, groups of key tiles, U] and COUNT (`choose.adaptive_invert`), or all. heads: number
+    of key heads.
     """
     group, bhk = tl.program_id(0), tl.program_id(1)
     b, hk = bhk // heads, bhk % heads

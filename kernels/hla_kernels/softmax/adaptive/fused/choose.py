@@ -7,7 +7,7 @@ from .tiles import FREE, LOWEST, UNITS, far_tiles, load, products, tile_sums
 
 
 @triton.jit(do_not_specialize=FREE)
-def summed_scores(
+def adaptive_summed_scores(
     QUERY, SQUARE, COUNT, MEAN, HALF, LOGN, SCORES, at, sizes, heads, groups, factor,
     ERROR: tl.constexpr, PARTS: tl.constexpr, BQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def summed_scores(
 
 
 @triton.jit(do_not_specialize=FREE)
-def mean_scores(
+def adaptive_mean_scores(
     QUERY, MEAN, LOGN, SCORES, at, sizes, heads, groups, factor,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def mean_scores(
 
 
 @triton.jit(do_not_specialize=["own", "T", "exact", "outer"])
-def choose(SCORES, LIST, CHOSEN, own, T, exact, outer, BT: tl.constexpr):
+def adaptive_choose(SCORES, LIST, CHOSEN, own, T, exact, outer, BT: tl.constexpr):
     """Select the highest of T scores (of equal ones the first): LIST [rows, exact + outer] int32, ascending and
     followed by the `outer` tiles from T on, and CHOSEN [rows, T] int8. own: number of rows of SCORES, which repeat.
 
@@ -88,7 +88,7 @@ def choose(SCORES, LIST, CHOSEN, own, T, exact, outer, BT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["U", "T", "step"])
-def invert(CHOSEN, LIST, COUNT, U, T, step, G: tl.constexpr, BU: tl.constexpr):
+def adaptive_invert(CHOSEN, LIST, COUNT, U, T, step, G: tl.constexpr, BU: tl.constexpr):
     """Compute LIST [heads, groups, U] int32, ascending, and COUNT [heads, groups]: the query tiles that selected any of
     G consecutive key tiles, each plus UNITS times the bits of those tiles. step: head stride of CHOSEN."""
     group, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)

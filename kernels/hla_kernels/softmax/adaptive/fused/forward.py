@@ -25,7 +25,7 @@ from .tiles import (
 
 
 @triton.jit(do_not_specialize=FREE)
-def output(
+def adaptive_output(
     Q, K, V, QTOKENS, KTOKENS, MEAN, VALUE, LOGN, MOMENT, CHOSEN, LIST, TILES, O, REST, LSE, FAR, qs, ks, vs, os, at,
     sizes, heads, groups, factor, scale,
     BQ: tl.constexpr, PARTS: tl.constexpr, KT: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,

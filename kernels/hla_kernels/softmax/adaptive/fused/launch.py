@@ -12,11 +12,11 @@ from torch import Tensor
 from ....dispatch.recording import launch
 from ..layout import Field
 from ..routing import PART
-from .backward import for_keys, for_queries, for_tiles
-from .choose import choose, invert, mean_scores, summed_scores
-from .forward import output
+from .backward import adaptive_for_keys, adaptive_for_queries, adaptive_for_tiles
+from .choose import adaptive_choose, adaptive_invert, adaptive_mean_scores, adaptive_summed_scores
+from .forward import adaptive_output
 from .plan import PROGRAMS, ROWS, Plan, Tables
-from .pool import outer_sum, pool, pool_queries, sum_rows
+from .pool import adaptive_outer_sum, adaptive_pool, adaptive_pool_queries, adaptive_sum_rows
 
 LOG2 = math.log(2)
 
@@ -96,7 +96,7 @@ def forward(c: Call, x: Tables, near: Tensor | None, tokens: Sequence[Tensor], o
     exact = torch.empty_like(s.mean, dtype=torch.float32) if c.first else None
     half = torch.empty_like(s.mean) if c.select in ("error", "mass") else None
     launch(
-        pool, (c.sizes[2], c.b * c.hk),
+        adaptive_pool, (c.sizes[2], c.b * c.hk),
         k, v, x.keys, s.mean, exact, half, s.value, *_strides(k, v), at[1], c.hk, W=c.field.k_tile, **c.wide,
         num_warps=p.pooling,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def forward(c: Call, x: Tables, near: Tensor | None, tokens: Sequence[Tensor], o
         _sums(c, v, k, x.keys, at[1], exact, None, s.moment, x.tiles, at[3])
     _choose(c, near, q, half, x, s, at)
     launch(
-        output, (c.n_tiles[0] * p.queries["PARTS"], c.b * c.h),
+        adaptive_output, (c.n_tiles[0] * p.queries["PARTS"], c.b * c.h),
         q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, s.list, x.tiles, o,
         _some(s.rest), s.lse, s.far, *_strides(q, k, v, o), at, c.sizes, c.h, c.groups, *c.numbers, **p.queries,
         KT=c.field.k_tile, **c.wide, **p.output,
@@ -125,25 +125,25 @@ def _choose(
         query = q.new_empty((c.b, c.h, u * parts, q.shape[3]))
         square = None if half is None else torch.empty_like(query)
         launch(
-            pool_queries, (u, c.b * c.h),
+            adaptive_pool_queries, (u, c.b * c.h),
             q, x.queries, query, square, *_strides(q), at[0], (u * c.field.q_tile,), c.h, c.scale, W=size,
             BN=c.field.q_tile, **c.wide, num_warps=4,
         )  # fmt: skip
     if c.select == "mean":
         launch(
-            mean_scores, (-(-t // 64), -(-u // 64), c.b * c.h),
+            adaptive_mean_scores, (-(-t // 64), -(-u // 64), c.b * c.h),
             query, s.mean, x.logn, found, (at[0], at[2]), (u, t), *shared, BM=64, **c.wide, num_warps=4,
         )  # fmt: skip
     elif half is not None:
         step = x.parts.shape[1] if c.masked else 0
         launch(
-            summed_scores, (-(-u * parts // c.plan.scores["BQ"]), c.b * c.h),
+            adaptive_summed_scores, (-(-u * parts // c.plan.scores["BQ"]), c.b * c.h),
             query, square, x.parts, s.mean, half, x.logn, found, (step, at[2]), (u, t), *shared,
             ERROR=c.select == "error", PARTS=parts, **c.wide, **c.plan.scores,
         )  # fmt: skip
     room = max(16, 1 << (max(t, outer) - 1).bit_length())
     launch(
-        choose, s.chosen.shape[0] * u,
+        adaptive_choose, s.chosen.shape[0] * u,
         found, s.list, s.chosen, found.shape[0] * u, t, c.exact, outer, BT=room, num_warps=max(1, min(8, room // 512)),
     )  # fmt: skip
 
@@ -153,7 +153,7 @@ def _sums(
     tiles: Tensor | None, step: int = 0,
 ) -> None:  # fmt: skip
     """Compute out [B, Hk, D, D], the sum of x y' over the tokens of the grid, divided by `tiles` (of batch stride
-    `step`) or times the scale; other arguments as in `pool.outer_sum`."""
+    `step`) or times the scale; other arguments as in `pool.adaptive_outer_sum`."""
     n, u, t, *_ = c.sizes
     tile, slots = c.field.k_tile, t * c.field.k_tile
     if exact is None:
@@ -163,7 +163,7 @@ def _sums(
     each = -(-slots // (parts * ROWS)) * ROWS
     found = torch.empty((parts, heads, width, width), dtype=torch.float32, device=c.device)
     launch(
-        outer_sum, (parts, heads),
+        adaptive_outer_sum, (parts, heads),
         x, y, table, exact, weight, found, *_strides(x, y), at, (slots, each, n), c.hk, x.shape[2] // c.hk, W=tile,
         BN=ROWS, **c.wide, **c.plan.sums,
     )  # fmt: skip
@@ -175,11 +175,11 @@ def _sum_rows(
     c: Call, x: Tensor, rows: tuple[int, int, int], factor: float, tiles: Tensor | None, at: int, out: Tensor
 ) -> None:
     """Compute out [B, Hk, ..]; rows: number of rows per key head, distance between them, and between heads; other
-    arguments as in `pool.sum_rows`."""
+    arguments as in `pool.adaptive_sum_rows`."""
     heads, width = c.b * c.hk, out[0, 0].numel()
     columns = min(256, 1 << (width - 1).bit_length())
     launch(
-        sum_rows, (-(-width // columns), heads),
+        adaptive_sum_rows, (-(-width // columns), heads),
         x, tiles, out, at, *rows, width, c.hk, factor, BN=min(1 << (rows[0] - 1).bit_length(), 4096 // columns),
         BW=columns, num_warps=4,
     )  # fmt: skip
@@ -195,7 +195,7 @@ def backward(
     center = torch.empty((c.b, c.hk, d), dtype=torch.float32, device=c.device)
     _sum_rows(c, s.mean, (t, d, t * d), 1 / t, None, 0, center)
     launch(
-        for_queries, (c.n_tiles[0] * p.queries["PARTS"], c.b * c.h),
+        adaptive_for_queries, (c.n_tiles[0] * p.queries["PARTS"], c.b * c.h),
         q, k, v, x.queries, x.keys, s.mean, s.value, x.logn, _some(s.moment), s.chosen, s.list, x.tiles,
         center, o, _some(s.rest), grad, s.lse, s.far, delta, more, dq,
         *_strides(q, k, v, o, grad, dq), at, c.sizes, c.h, c.groups, *c.numbers, **p.queries, KT=c.field.k_tile,
@@ -203,7 +203,7 @@ def backward(
     )  # fmt: skip
     dmean, dvalue = (torch.empty_like(s.mean, dtype=torch.float32) for _ in range(2))
     launch(
-        for_tiles, (-(-t // p.for_tiles["BM"]), c.b * c.hk),
+        adaptive_for_tiles, (-(-t // p.for_tiles["BM"]), c.b * c.hk),
         q, x.queries, s.mean, s.value, x.logn, s.chosen, grad, s.lse, delta, more, dmean, dvalue, *_strides(q, grad),
         at, c.sizes, u * p.queries["PARTS"], c.hk, c.groups, *c.numbers, **p.queries, **c.wide, **p.for_tiles,
     )  # fmt: skip
@@ -215,9 +215,9 @@ def backward(
     groups, heads = -(-t // size), s.chosen.shape[0]
     readers = torch.empty((heads, groups, u), dtype=torch.int32, device=c.device)
     count = torch.empty((heads, groups), dtype=torch.int32, device=c.device)
-    launch(invert, (groups, heads), s.chosen, readers, count, u, t, u * t, G=size, BU=128, num_warps=1)
+    launch(adaptive_invert, (groups, heads), s.chosen, readers, count, u, t, u * t, G=size, BU=128, num_warps=1)
     launch(
-        for_keys, (sum(-(-n * c.field.k_tile // keys) for n in (t, c.sizes[4])), c.b * c.hk),
+        adaptive_for_keys, (sum(-(-n * c.field.k_tile // keys) for n in (t, c.sizes[4])), c.b * c.hk),
         q, k, v, x.queries, x.keys, readers, count, s.mean, s.value, x.logn, dmean, dvalue, dmoment, grad,
         s.lse, delta, dk, dv, *_strides(q, k, v, grad, dk, dv), at, c.sizes, c.hk, c.groups, *c.numbers,
         **p.queries, KT=c.field.k_tile, **c.wide, **p.for_keys,

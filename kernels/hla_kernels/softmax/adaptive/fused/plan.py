@@ -12,7 +12,7 @@ from ..layout import Field, distances, tokens_of
 from ..routing import PART
 
 ROWS = 64  # tokens, or pooled queries, per step or program of the other passes
-KEYS = 16  # keys per program of `for_keys`, unless key tiles are larger
+KEYS = 16  # keys per program of `adaptive_for_keys`, unless key tiles are larger
 PROGRAMS = 264  # two per multiprocessor of an H200
 LEAST = 16  # minimum size of an axis in a product
 
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
     @property
     def pooling(self) -> int:
-        """Warps of `pool`; several have to exchange their sums."""
+        """Warps of `adaptive_pool`; several have to exchange their sums."""
         return max(1, self.field.k_tile * self.width // 4096)
 
     @property
@@ -60,27 +60,28 @@ class Plan(NamedTuple):
 
     @property
     def scores(self) -> dict[str, int]:
-        """Launch options of `summed_scores`; BQ pooled queries per program, BM key tiles per step."""
+        """Launch options of `adaptive_summed_scores`; BQ pooled queries per program, BM key tiles per step."""
         return {"BQ": ROWS * 4 // self.warps, "BM": 64, "num_warps": self.warps, "num_stages": 2}
 
     @property
     def output(self) -> dict[str, int]:
-        """Launch options of `output`; BM far tiles and BJ slots are read per step. With 3 stages, keys are loaded while
-        others are computed with."""
+        """Launch options of `adaptive_output`; BM far tiles and BJ slots are read per step. With 3 stages, keys are
+        loaded while others are computed with."""
         shallow = self.single or not self.small
         slots = 32 if self.single else 64
         return {"BM": 32, "BJ": slots, "num_warps": self.warps, "num_stages": 2 if shallow else 3}
 
     @property
     def for_queries(self) -> dict[str, int]:
-        """Launch options of `for_queries`, as of `output`; 64 slots spill with more than 64 channels."""
+        """Launch options of `adaptive_for_queries`, as of `adaptive_output`; 64 slots spill with more than 64
+        channels."""
         if self.small:
             return {**self.output, "BM": 16 if self.single else 32}
         return {**self.output, "BJ": 32, "num_stages": 2}
 
     @property
     def for_tiles(self) -> dict[str, int]:
-        """Launch options of `for_tiles`; BM far tiles per program."""
+        """Launch options of `adaptive_for_tiles`; BM far tiles per program."""
         tiles = 64 if self.small else 32
         if self.single:
             tiles = 16 if self.small else 32
@@ -88,7 +89,7 @@ class Plan(NamedTuple):
 
     @property
     def for_keys(self) -> dict[str, int]:
-        """Launch options of `for_keys`; BK slots per program."""
+        """Launch options of `adaptive_for_keys`; BK slots per program."""
         keys = max(KEYS, self.field.k_tile)
         if self.single:
             return {"BK": KEYS, "num_warps": self.warps, "num_stages": 2}

@@ -7,7 +7,7 @@ from .tiles import FREE, added, get, head_of, load, store
 
 
 @triton.jit(do_not_specialize=FREE)
-def pool(
+def adaptive_pool(
     K, V, TOKENS, MEAN, EXACT, HALF, VALUE, ks, vs, at, heads,
     W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def pool(
 
 
 @triton.jit(do_not_specialize=FREE)
-def pool_queries(
+def adaptive_pool_queries(
     Q, TOKENS, QUERY, SQUARE, qs, at, sizes, heads, scale, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def pool_queries(
 
 
 @triton.jit(do_not_specialize=FREE)
-def outer_sum(
+def adaptive_outer_sum(
     X, Y, TOKENS, EXACT, WEIGHT, OUT, xs, ys, at, sizes, heads, groups,
     W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def outer_sum(
 
 
 @triton.jit(do_not_specialize=["at", "n", "step", "own", "width", "heads", "factor"])
-def sum_rows(
+def adaptive_sum_rows(
     X, TILES, OUT, at, n, step, own, width, heads, factor, BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT [B Hk, width] = factor / TILES times the sum of n rows of X, `step` apart. own: distance between the

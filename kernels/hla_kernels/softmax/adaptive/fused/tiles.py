@@ -12,7 +12,7 @@ import triton.language as tl
 LOWEST = tl.constexpr(-1e30)  # instead of minus infinity, whose difference to itself is NaN
 UNITS = tl.constexpr(2**15)  # query tiles are numbered below it; in a list, higher bits say which key tiles they read
 FREE = ["qs", "xs", "ys", "ks", "vs", "os", "gs", "dqs", "dks", "dvs", "sizes", "at"]
-FREE += ["heads", "factor", "scale", "groups", "U"]  # U: if it is constant 1, Triton cannot pipeline `for_tiles`
+FREE += ["heads", "factor", "scale", "groups", "U"]  # U: if constant 1, Triton cannot pipeline `adaptive_for_tiles`
 
 
 @triton.jit
