@@ -23,6 +23,7 @@ COMPILED = (
     ('{"order": "hla2", "feature_map": "elu1"}', *DIT),
     ('{"order": "ahla", "normalize": false}', *WAN, "rotary"),
     ("{}", "8", "16", "32,32", "4,4", "72"),
+    ("{}", "8", "16", "32,32", "4,4", "96", "rotary"),
     ('{"feature_map": "softmax"}', *WAN),
     ("{}", "256", "6", "8,8", "4,4", "64"),  # by pairs
 )

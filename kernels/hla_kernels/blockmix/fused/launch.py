@@ -17,7 +17,7 @@ from .apply import blockmix_query_grads, blockmix_query_products, blockmix_read_
 from .mixing import add, mixed, mixed_back
 from .orders import left_grads, operators, right_grads
 from .reduce import blockmix_reduce_moments, blockmix_sum_values
-from .spec import Moments, Saved, Sizes, moment_precisions, precision
+from .spec import Moments, Saved, Sizes, moment_precisions, precision, widths
 
 Rotary = tuple[Tensor, Tensor] | None
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -38,7 +38,7 @@ class Call:
         (grid, blocks, prefix), ones = o.layout, (1,) * (3 - len(o.layout.grid))
         self.geo = (prefix, *ones, *grid, *ones, *blocks, share)  # GEO of `geometry`; share: of a device
         turn = 0 if rotary is None else 1 + o.rotary_half
-        self.w = Widths.of(self.d, self.dv)
+        self.w = widths(self.d, self.dv, rotary is not None)
         self.flags = {"NORM": o.normalize, "TURN": turn, "EXACT": o.moments == "float32"}  # of passes over tokens
         # a softmax's Jacobian removes the part of gradients that all features share: one digit would leave its rounding
         self.fine = o.feature_map == "softmax"

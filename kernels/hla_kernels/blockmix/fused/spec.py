@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...hla.fused.spec import padded, unsupported
+from ...hla.fused.spec import Width, Widths, padded, unsupported
 from ..layout import BlockOptions
 
 Size = int | torch.SymInt
@@ -72,6 +72,13 @@ def moment_precisions(dtype: torch.dtype, o: BlockOptions) -> tuple[str, str]:
     result is rounded to bfloat16, since errors average out over blocks and features, unless the sum cancels."""
     rounded = dtype == torch.bfloat16 and o.moments == "bfloat16" and o.feature_map != "softmax"
     return ("tf32", "tf32") if rounded else ("tf32x3", "ieee")
+
+
+def widths(d: int, dv: int, turned: bool) -> Widths:
+    """Cut D and Dv into tiles. With rotary tables (the last argument), kernels of tiles of 64 and 32 channels spill, and
+    an assembler leaves an address unset: they have one tile of 128."""
+    w = Widths.of(d, dv)
+    return Widths(Width(d, 128, 0), Width(dv, 128, 0)) if turned and w.F.D2 > 16 else w
 
 
 class Sizes(NamedTuple):
