@@ -75,8 +75,8 @@ def moment_precisions(dtype: torch.dtype, o: BlockOptions) -> tuple[str, str]:
 
 
 def widths(d: int, dv: int, turned: bool) -> Widths:
-    """Cut D and Dv into tiles. With rotary tables (the last argument), kernels of tiles of 64 and 32 channels spill, and
-    an assembler leaves an address unset: they have one tile of 128."""
+    """Cut D and Dv into tiles. With rotary tables (the last argument), kernels of tiles of 64 and 32 channels spill,
+    and an assembler leaves an address unset: they have one tile of 128."""
     w = Widths.of(d, dv)
     return Widths(Width(d, 128, 0), Width(dv, 128, 0)) if turned and w.F.D2 > 16 else w
 
