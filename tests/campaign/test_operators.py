@@ -154,8 +154,8 @@ FAILED = [
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton forms need a CUDA device: none here")
 @pytest.mark.parametrize("call", FAILED, ids=lambda call: f"{call.op}-{call.seed}")
 def test_calls_that_failed_on_a_gpu(call):
-    """Of hla3: its operator, of numbers below 2**-18, was rounded to float16. Of polynomial: tiles of values were cut
-    otherwise than those of keys, and did not compile."""
+    """Of hla3: its operator, of numbers below 2**-18, was rounded to float16. Of polynomial: a kernel with tiles of
+    values that were narrower than tiles of keys did not compile."""
     assert operators.check(call, "cuda") == ""
 
 

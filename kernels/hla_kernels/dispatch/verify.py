@@ -1,7 +1,7 @@
 """First-use check of the Triton forms.
 
 A form (operator, options, widths, dtype) on a machine (GPU, versions of Triton and ptxas) is verified if the GPU tests
-passed there and cover its channels (`SHIPPED`, `CHANNELS`), if an earlier process checked it (`cache_file`), or by its
+passed there and cover its channels (`SHIPPED`), if an earlier process checked it (`cache_file`), or by its
 check: the first call runs it twice on a small seeded input, compares the bits, and compares the results with the torch
 form. A check that fails, or that cannot compile or launch, is a `Fault`: `impl="auto"` then uses the torch form with
 one warning, `impl="triton"` raises. The environment variable HLA_KERNELS_VERIFY=0 turns checks off.
@@ -35,14 +35,13 @@ except PackageNotFoundError:
     TRITON_VERSION = ""
 TESTED = (9, 0)  # compute capability of the tested GPUs, H100 and H200
 SWITCH = "HLA_KERNELS_VERIFY"
-# family of kernels -> (Triton, its ptxas, compute capability) where all of its GPU tests passed with today's kernels;
-# a family whose kernels change is removed
-H200 = ("3.6", "12.8", TESTED)
-SHIPPED = {
-    "two-sided": {H200}, "causal": {H200}, "mhla": {H200}, "delta": {H200}, "adaptive_multipole": {H200},
-    "features": {H200},
+H200 = ("3.6", "12.8", TESTED)  # Triton, its ptxas and compute capability of the machine that ran all GPU tests
+# family of kernels -> channels per head, of queries and values alike, for which its GPU tests passed there with today's
+# kernels; a family whose kernels change is removed
+SHIPPED: dict[str, tuple[int, ...]] = {
+    "two-sided": (64, 72, 128), "causal": (64, 128), "mhla": (64, 72, 128), "delta": (64, 128),
+    "adaptive_multipole": (64, 128), "features": (),
 }  # fmt: skip
-CHANNELS = (64, 72, 128)  # per head, of queries and values alike, that those tests cover with every option
 LIMITS = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # relative L2 error against the torch form
 WARNED: set[str] = set()
 VERDICTS: dict[tuple, Fault | None] = {}
@@ -113,10 +112,10 @@ def is_shipped(family: str, index: int | None, *channels: int) -> bool:
     and values. True without a GPU, where only fake tensors are on CUDA."""
     if not torch.cuda.is_available():
         return True
-    if any(c != channels[0] or c not in CHANNELS for c in channels):
+    if any(c != channels[0] or c not in SHIPPED.get(family, ()) for c in channels):
         return False
     _, compute, triton, ptxas = machine(index)
-    return (triton.rpartition(".")[0], ptxas, compute) in SHIPPED.get(family, ())
+    return family in SHIPPED and (triton.rpartition(".")[0], ptxas, compute) == H200
 
 
 @traced_as_constant

@@ -231,7 +231,7 @@ def test_interpreted(op):
 )
 def test_no_spills_and_no_operand_in_registers(tmp_path, d, learned, stack):
     """What calls and their backward launch, compiled for sm_90a. Sums for the gradient of the decay spill registers.
-    d: channels, or those of queries and of values."""
+    d: channels per head, or "DxDv" if values have other channels than queries."""
     pytest.importorskip("triton")
     check_compiled(stack, 9, tmp_path, __file__, ("compiled", d, learned))
 

@@ -228,7 +228,7 @@ def test_a_wrong_selection_is_noticed(monkeypatch, select):
 
 def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(verify, "SHIPPED", {"mhla": {("3.6", "12.8", (9, 0))}})
+    monkeypatch.setattr(verify, "SHIPPED", {"mhla": (64, 72), "features": ()})
     for triton, ptxas, capability, known in (
         ("3.6.0", "12.8", (9, 0), True), ("3.8.0", "12.9", (9, 0), False), ("3.6.0", "13.4", (9, 0), False),
         ("3.6.0", "12.8", (8, 0), False),
@@ -238,6 +238,7 @@ def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):
         assert verify.is_shipped("mhla", 0, 64, 64) == known and not verify.is_shipped("causal", 0, 64, 64)
     monkeypatch.setattr(verify, "machine", lambda index: verify.Machine("a GPU", (9, 0), "3.6.0", "12.8"))
     assert verify.is_shipped("mhla", 0, 72, 72)
+    assert verify.is_shipped("features", 0) and not verify.is_shipped("delta", 0)
     assert not any(verify.is_shipped("mhla", 0, *channels) for channels in ((64, 72), (96, 96)))
 
 
