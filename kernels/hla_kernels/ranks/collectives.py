@@ -24,7 +24,7 @@ class _AddRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        total = x.clone()
+        total = x.clone(memory_format=torch.contiguous_format)  # NCCL refuses others
         dist.all_reduce(total, group=group)
         return total
 

@@ -37,10 +37,22 @@ def _start(rank: int, ranks: int, port: int, device: str, folder: str, work: Cal
     else:
         torch._C._get_accelerator = lambda: torch.device("cpu")  # diffusers asks which kind of device to use
         torch.accelerator.device_count = lambda: ranks
+        dist.all_reduce = _as_nccl(dist.all_reduce)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks)
     found = {name: {n: t.cpu() for n, t in tensors.items()} for name, tensors in work(*args).items()}
     torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
+
+
+def _as_nccl(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an all-reduce of gloo that refuses what NCCL refuses."""
+
+    def checked(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not x.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
+        return all_reduce(x, *args, **kwargs)
+
+    return checked
 
 
 def gathered(parts: list[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
