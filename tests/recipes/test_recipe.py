@@ -247,6 +247,18 @@ def test_recipes_that_cannot_be_run_say_why(words, sentence, tmp_path):
         run_recipe(from_words([*words, f"out={tmp_path}"]))
 
 
+@pytest.mark.parametrize(
+    ("keep", "sentence"),
+    [("auto:2", r"has 2 blocks with attention; allowed: auto:0 to auto:1"), ("[9]", r"block indices from -2 to 1")],
+)
+def test_too_many_softmax_blocks_are_refused_before_data_is_read(image_source, tmp_path, keep, sentence):
+    file, out = tmp_path / "finetune.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(merge(IMAGE, {"data": {"source": "folder", "train": f"{tmp_path}/none"}})))
+    with pytest.raises(ValueError, match=sentence):
+        run_recipe(recipe(image_source, file, out, "mixer=la", f"keep_softmax={keep}"))
+    assert not out.exists()
+
+
 RECIPES = sorted([*(ROOT / "configs").glob("recipes/*.yaml"), *(ROOT / "configs").glob("experiments/*_convert.yaml")])
 
 

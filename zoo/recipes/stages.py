@@ -52,6 +52,8 @@ def run_recipe(recipe: RecipeSettings) -> dict[str, Content]:
 def _run_stages(recipe: RecipeSettings, kind: ConversionTask, out: Path) -> dict[str, Content]:
     for folder in (out, *(out / name for name in MODELS)):
         sweep(folder, earlier=True)
+    if not (out / "calibrate.json").is_file():
+        _check_conversion(kind)
     _check_folder(recipe, out)
     found: dict[str, Content] = {}
     for name in STAGES:
@@ -65,6 +67,19 @@ def _run_stages(recipe: RecipeSettings, kind: ConversionTask, out: Path) -> dict
             found[name] = json.loads(file.read_text())
     write_report(recipe, out, found)
     return found
+
+
+def _check_conversion(kind: ConversionTask) -> None:
+    """Raise ValueError for a mixer, options or softmax blocks that do not fit the source, before any file is written
+    and data is read."""
+    auto = kind.recipe.auto_keep()
+    model = kind.convert(kind.recipe.keep_softmax if auto is None else [])
+    blocks = len(set(backbone_of(model).blocks(model).values()))
+    if auto is not None and auto >= blocks:
+        raise ValueError(
+            f"keep_softmax=auto:{auto} leaves no block to convert: the source has {blocks} blocks with attention; "
+            f"allowed: auto:0 to auto:{blocks - 1}"
+        )
 
 
 def _check_folder(recipe: RecipeSettings, out: Path) -> None:
