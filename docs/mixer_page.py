@@ -49,6 +49,7 @@ Contests = dict[str, dict[str, float]]  # name of a contest -> mixer -> score, m
 
 FORMS = {  # class or base class -> what computes it on CUDA in 16 bits
     "Softmax": "torch SDPA",
+    "Efficient": "Triton",
     "Flare": "torch SDPA",
     "Linformer": "torch SDPA",
     "Nystrom": "torch SDPA",

@@ -345,6 +345,8 @@ def test_speeds_come_from_processes_that_have_the_gpu_alone():
     assert lines[0].endswith("| parameters | tokens/s, darcy 4 (2 layers) |")
     assert "| recall 4 (2 layers) | 1.0 (1) | hla2 +49.0 (parameters x 1.00, speed x 0.75) | - | - |" in lines
     assert lines[-1] == "One seed, so that nothing is clear: recall 4 (2 layers)."
+    lines = text({"rows": rows}, [*alone, alone[0] | {"task": "recall"}]).splitlines()  # `hla2` was timed on one task
+    assert "hla2 +49.0 (parameters x 1.00, speed x 0.75 on darcy 4 (2 layers))" in "".join(lines)
 
 
 def test_the_figure_has_all_mixers_by_order():

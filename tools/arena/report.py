@@ -104,7 +104,7 @@ def against_first_order(result: dict[str, Any], speeds: Rows | None = None) -> l
     rates = speeds_of(result["rows"] if speeds is None else speeds)
     table = gains(tasks, cells, rates)
     timed = ", ".join(dict.fromkeys(task for _, task in rates))
-    measured = f", and speed, the geometric mean over {timed}" if timed else ""
+    measured = f", and speed, the geometric mean over {timed} unless it names others" if timed else ""
     return [table, GAINS.format(measured=measured), answers(tasks, cells, rates)] if table else []
 
 
@@ -201,6 +201,7 @@ def gain(mixer: str, task: str, cells: Scores, rates: Rates) -> str:
     cost = f"parameters x {own[0]['parameters'] / first[0]['parameters']:.2f}"
     if both:
         cost += f", speed x {geometric_mean(rates[mixer, t] / rates[FIRST, t] for t in both):.2f}"
+        cost += "" if len(both) == sum(m == FIRST for m, _ in rates) else f" on {', '.join(both)}"
     return f"{mixer} {shown} ({cost})"
 
 
