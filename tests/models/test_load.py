@@ -80,6 +80,28 @@ def test_pipelines_of_diffusers(tmp_path):
     assert type(zoo.load(tmp_path).transformer) is zoo.HLADiTTransformer2DModel
 
 
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])
+def test_a_variant_of_the_weights_is_found(tmp_path, shards):
+    pipe, _ = pipeline("dit")
+    zoo.convert(pipe, "la")
+    pipe.save_pretrained(tmp_path, variant="fp16", **shards)
+    inputs = CASES["dit"].inputs()
+    pipe.scheduler.save_pretrained(tmp_path / "other")  # a folder without weights
+    for again in (zoo.load(tmp_path).transformer, zoo.load(tmp_path / "transformer")):
+        assert torch.equal(run(again, inputs), run(pipe.transformer.eval(), inputs))
+    pipe.transformer.proj_out_2.bias.data += 1
+    pipe.transformer.save_pretrained(tmp_path / "transformer")  # weights without a variant are preferred
+    again = zoo.load(tmp_path / "transformer")
+    assert torch.equal(run(again, inputs), run(pipe.transformer, inputs))
+
+
+def test_several_variants_are_refused(tmp_path):
+    for variant in ("fp16", "ema"):
+        converted("dit", "la").save_pretrained(tmp_path, variant=variant)
+    with pytest.raises(ValueError, match=r"several variants of its weights \(ema, fp16\)"):
+        zoo.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -1,5 +1,6 @@
 """Reading of diffusers folders, local or on the hub, with a ValueError for invalid ones."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from zoo.files import is_missing_run
 from zoo.models.digests import check_folder
 
 Loadable = type[ModelMixin] | type[DiffusionPipeline]
+# names of weights in diffusers and transformers, such as diffusion_pytorch_model.fp16-00001-of-00002.safetensors
+SHARD = r"(-\d+-of-\d+)?"
+WEIGHT_FILE = re.compile(rf"\w*model{SHARD}(\.(?P<variant>\w+))?{SHARD}\.(safetensors|bin)")
 IN_A_RUN = ("transformer_ema", "transformer")  # model folders of a training run
 
 
@@ -39,11 +43,35 @@ def in_run(where: str) -> str:
     return str(inside[0].parent)
 
 
+def only_variant(folder: Path) -> str | None:
+    """Return the variant of the weights in a model or pipeline folder saved with `variant=`, such as fp16; None if each
+    model has weights without a variant. Raises ValueError for several variants."""
+    found: dict[Path, set[str | None]] = {}
+    for file in (*folder.glob("*"), *folder.glob("*/*")):
+        if match := WEIGHT_FILE.fullmatch(file.name):
+            found.setdefault(file.parent, set()).add(match["variant"])
+    needed = [{name for name in names if name} for names in found.values() if None not in names]
+    if not needed:
+        return None
+    common = set.intersection(*needed)
+    if len(common) != 1:
+        names = ", ".join(sorted(set.union(*needed)))
+        raise ValueError(
+            f"{folder} holds several variants of its weights ({names}): load one with from_pretrained(..., variant=) "
+            "and save it without variant="
+        )
+    return common.pop()
+
+
 def read_folder(kind: Loadable, where: str, **options: object) -> ModelMixin | DiffusionPipeline:
-    """Call `kind.from_pretrained(where, **options)`. Raises ValueError for missing, damaged or unsuitable files."""
+    """Call `kind.from_pretrained(where, **options)`, with the variant of the weights if there is only one. Raises
+    ValueError for missing, damaged or unsuitable files."""
+    variant = only_variant(Path(where))
+    if variant:
+        print(f"{where}: using the variant {variant}", flush=True)
     try:
         check_folder(Path(where))
-        loaded = kind.from_pretrained(where, **options)
+        loaded = kind.from_pretrained(where, variant=variant, **options)
     except Exception as error:  # diffusers, transformers, safetensors, json and torch raise different errors
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"the checkpoint {where} cannot be read: {reason}") from error
