@@ -136,6 +136,24 @@ def test_a_video_in_chunks_is_the_video():
     assert sizes[0] == sizes[1] and len(stream.steps) == 3
 
 
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+@torch.no_grad()
+def test_positions_of_later_frames(name):
+    """Equal to those of the whole video, and of the frames of a piece only: memory does not grow with their place."""
+    model, found = model_of(name, "la"), []
+    block = model.transformer_blocks[0] if name == "ltx" else model.blocks[0]
+    read = lambda _, args, named: found.append(named["image_rotary_emb"] if name == "ltx" else args[3])  # noqa: E731
+    block.register_forward_pre_hook(read, with_kwargs=True)
+    run(model, arguments(name))
+    stream = FrameStream(model)
+    for first, last in ((0, 1), (1, 4), (4, 6)):
+        with stream.chunk(first):
+            run(model, arguments(name, first, last))
+        for table, whole in zip(found[-1], found[0], strict=True):
+            assert torch.equal(table, whole[:, 24 * first : 24 * last])
+            assert table.untyped_storage().nbytes() * FRAMES == whole.nbytes * (last - first)
+
+
 def test_frames_are_trained_in_parallel():
     model = model_of("wan", "ahla").train()
     run(model, arguments("wan")).square().mean().backward()
@@ -196,6 +214,8 @@ def test_errors():
         with pytest.raises(ValueError, match=r"stream of frames|one after the other"):
             FrameStream(model)
     stream = FrameStream(model_of("wan", "la"))
+    with pytest.raises(ValueError, match="positions for 1024 frames, got 1025"):
+        list(stream.denoise(FlowMatchEulerDiscreteScheduler(), torch.zeros(1, 4, 1025, 1, 1), 1, 1, lambda x, t: x))
     with pytest.raises(ValueError, match="no whole patches"):
         stream.model.config["patch_size"] = (2, 2, 2)
         list(stream.denoise(FlowMatchEulerDiscreteScheduler(), torch.zeros(1, 4, 3, 8, 8), 1, 1, lambda x, t: x))

@@ -35,7 +35,7 @@ class FrameStream:
                 "a stream of frames needs a mixer with causal='frame' in every attention layer (scan='frame' for delta "
                 f"rules); {wrong[0]} has none"
             )
-        if not model.streams_frames:
+        if not model.max_stream:
             raise ValueError(f"frames of {type(model).__name__} cannot be generated one after the other")
         self.model = model
         self.mixers = [m for m in mixers.values() if isinstance(m, Mixer)]
@@ -50,22 +50,14 @@ class FrameStream:
     def chunk(self, frame: int) -> Iterator[None]:
         """Context in which the model continues after `frame` frames of tokens: its n-th call reads and updates the
         n-th set of states."""
-        rope, model, calls = self.model.rope, self.model, itertools.count()
+        calls = itertools.count()
 
         def begin(*_: object) -> None:
             states = self.steps.setdefault(next(calls), [{} for _ in self.mixers])
             for mixer, own in zip(self.mixers, states, strict=True):
                 mixer.states = own
 
-        def last(_: object, args: tuple, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            each = tables[0].shape[1] // model.shift_frames(args, 0)[1]  # tokens per frame
-            return tuple(t[:, each * frame :] for t in tables)
-
-        hooks = [
-            model.register_forward_pre_hook(begin),
-            rope.register_forward_pre_hook(lambda _, args: model.shift_frames(args, frame)[0]),
-            rope.register_forward_hook(last),
-        ]
+        hooks = [self.model.register_forward_pre_hook(begin), self.model.start_at(frame)]
         try:
             yield
         finally:
@@ -86,11 +78,14 @@ class FrameStream:
         """Denoise the noise x [B, C, T, H, W] in chunks of latent frames, [B, C, t, H, W] one by one.
 
         chunk: latent frames per chunk, a multiple of the model's patch in time. Other arguments as in
-        `zoo.diffusion.samplers.denoise`. Raises ValueError for chunks that are no whole patches.
+        `zoo.diffusion.samplers.denoise`. Raises ValueError for chunks that are no whole patches, and for more
+        frames than the model has positions for.
         """
         patch = patch_of(self.model.config)[0]
         if chunk % patch or x.shape[2] % patch:
             raise ValueError(f"chunks of {chunk} of {x.shape[2]} frames are no whole patches of {patch} frames")
+        if x.shape[2] > self.model.max_stream * patch:
+            raise ValueError(f"the model has positions for {self.model.max_stream * patch} frames, got {x.shape[2]}")
         for start in range(0, x.shape[2], chunk):
             with self.chunk(start // patch):
                 done = denoise(scheduler, x[:, :, start : start + chunk], steps, predict, generators)

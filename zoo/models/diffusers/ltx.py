@@ -1,12 +1,15 @@
 """LTX-Video: text- or image-to-video with cross-attention (arXiv 2501.00103)."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from diffusers import LTXVideoTransformer3DModel
-from diffusers.models.transformers.transformer_ltx import LTXAttention
+from diffusers.models.transformers.transformer_ltx import LTXAttention, LTXVideoRotaryPosEmbed
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from zoo.grid import Grid
 from zoo.mixers import Context
@@ -57,6 +60,19 @@ def ltx_rotation(rotary: tuple[Tensor, Tensor] | None, heads: int, shared: bool)
     return Rotation(rotate, lambda: (cos[0, :, :, 0, 0::2], sin[0, :, :, 0, 0::2])) if shared else rotate
 
 
+def later_coordinates(rope: LTXVideoRotaryPosEmbed, args: tuple, frame: int) -> tuple:
+    """Return the arguments of `rope` for frames that begin at `frame`: coordinates [B, 3, N] in seconds and pixels."""
+    x, *sizes, scale, _ = args
+    places = [torch.arange(n, dtype=torch.float32, device=x.device) for n in sizes]
+    places[0] += frame
+    patches = rope.patch_size_t, rope.patch_size, rope.patch_size
+    if scale is None:  # `rope` divides by these
+        scale, patches = (rope.base_num_frames, rope.base_height, rope.base_width), (1, 1, 1)
+    lines = (place * a * b for place, a, b in zip(places, scale, patches, strict=True))
+    coords = torch.stack(torch.meshgrid(*lines, indexing="ij")).flatten(1)
+    return x, *sizes, scale, coords.expand(len(x), -1, -1)
+
+
 class HLALTXVideoTransformer3DModel(HLADiffusionModel, LTXVideoTransformer3DModel):
     """LTX-Video with mixers.
 
@@ -66,10 +82,10 @@ class HLALTXVideoTransformer3DModel(HLADiffusionModel, LTXVideoTransformer3DMode
 
     host = LTXVideoTransformer3DModel
     grid_dims = 3
-    streams_frames = True
+    max_stream = math.inf
 
-    def shift_frames(self, args: tuple, frames: int) -> tuple[tuple, int]:
-        return (args[0], args[1] + frames, *args[2:]), args[1] + frames
+    def start_at(self, frame: int) -> RemovableHandle:
+        return self.rope.register_forward_pre_hook(partial(later_coordinates, frame=frame))
 
     def layout(self, arguments: dict[str, Any]) -> tuple[Grid | None, int]:
         sizes: Any = tuple(arguments.get(name) for name in ("num_frames", "height", "width"))

@@ -25,6 +25,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from zoo.grid import Grid
 from zoo.models import Conversion
@@ -83,14 +84,13 @@ class HLADiffusionModel(PeftAdapterMixin, Host):
     from_softmax: whether the last loaded state dict held weights of the host, without mixers.
     host: class in diffusers. splits_tokens: whether its context parallelism splits the image tokens only.
     argument_names: names of the arguments of a forward pass.
-    streams_frames: whether frames can be generated one after the other (`shift_frames`).
+    max_stream: greatest number of frames of tokens that can be generated one after the other (`start_at`).
     """
 
     host: ClassVar[type[ModelMixin]]
     grid_dims: ClassVar[int] = 2
     splits_tokens: ClassVar[bool] = False
     argument_names: ClassVar[tuple[str, ...]]
-    streams_frames: ClassVar[bool] = False
     hla_config: list[Conversion]
     from_softmax: bool = False
     _skip_layerwise_casting_patterns: ClassVar[list[str]]
@@ -179,8 +179,12 @@ class HLADiffusionModel(PeftAdapterMixin, Host):
         patch = (patch,) * len(size) if isinstance(patch, int) else patch
         return tuple(n // p for n, p in zip(size, patch, strict=True)), 0
 
-    def shift_frames(self, args: tuple, frames: int) -> tuple[tuple, int]:
-        """Return (arguments of `rope` for `frames` more frames of tokens, number of all frames) from its arguments."""
+    @property
+    def max_stream(self) -> float:
+        return 0
+
+    def start_at(self, frame: int) -> RemovableHandle:
+        """Let the positions of tokens begin at frame `frame`, until the handle is removed."""
         raise NotImplementedError
 
     def forward(self, *args: object, **kwargs: object) -> Any:

@@ -1,9 +1,12 @@
 """Wan 2.1 and 2.2: text- or image-to-video with cross-attention (arXiv 2503.20314)."""
 
+from functools import partial
+
 import torch
 from diffusers import ModelMixin, WanTransformer3DModel
-from diffusers.models.transformers.transformer_wan import WanAttention
+from diffusers.models.transformers.transformer_wan import WanAttention, WanRotaryPosEmbed
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hla_kernels.features.rms_norm import in_kernels
 from zoo.mixers import Context, Mixer
@@ -89,17 +92,32 @@ def wan_rotation(rotary: tuple[Tensor, Tensor] | None, width: int) -> Rotation |
     return Rotation(rotate, lambda: (cos[0, :, 0, 0], sin[0, :, 0, 0]))
 
 
+def later_tables(
+    rope: WanRotaryPosEmbed, args: tuple[Tensor], tables: tuple[Tensor, Tensor], frame: int
+) -> tuple[Tensor, ...]:
+    """Return the tables (cos, sin) [1, N, 1, D] of `rope` for frames that begin at `frame`; their first channels turn
+    with time."""
+    frames, width, found = args[0].shape[2] // rope.patch_size[0], rope.t_dim, []
+    for table, all_frames in zip(tables, (rope.freqs_cos, rope.freqs_sin), strict=True):
+        by_frame = table.unflatten(1, (frames, -1))
+        time = all_frames[frame : frame + frames, :width].view(1, frames, 1, 1, width)
+        found.append(torch.cat([time.expand(*by_frame.shape[:-1], width), by_frame[..., width:]], -1).flatten(1, 2))
+    return tuple(found)
+
+
 class HLAWanTransformer3DModel(HLADiffusionModel, WanTransformer3DModel):
     """Wan 2.1 and 2.2 with mixers."""
 
     host = WanTransformer3DModel
     grid_dims = 3
     splits_tokens = True
-    streams_frames = True
 
-    def shift_frames(self, args: tuple, frames: int) -> tuple[tuple, int]:
-        x, patch = args[0], self.config.patch_size[0]
-        return (x[:, :, :1].expand(-1, -1, x.shape[2] + frames * patch, -1, -1),), frames + x.shape[2] // patch
+    @property
+    def max_stream(self) -> float:
+        return self.rope.max_seq_len
+
+    def start_at(self, frame: int) -> RemovableHandle:
+        return self.rope.register_forward_hook(partial(later_tables, frame=frame))
 
 
 def wan_vae_factors(vae: ModelMixin) -> tuple[int, int]:
