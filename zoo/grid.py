@@ -6,11 +6,17 @@ text).
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 Grid = tuple[int, ...]
+
+
+def integers(sizes: Iterable[int]) -> Grid:
+    """Return sizes as a grid of integers, also under torch.jit.trace, where the sizes of a tensor are tensors."""
+    return tuple(map(int, sizes)) if torch.jit.is_tracing() else tuple(sizes)
 
 
 def check_grid(n_tokens: int, grid: Grid, prefix: int = 0, suffix: int = 0) -> None:

@@ -174,6 +174,8 @@ class Multipole(BlockedMixer):
             mask = ctx.key_padding_mask
             return self.run(hla_kernels.softmax_attention, q, k, v, scale=self.scale, key_padding_mask=mask)
         if opt.select != "near":
+            if torch.jit.is_tracing():  # torch.jit has no scatter of a boolean
+                raise ValueError("torch.jit.trace cannot trace adaptive multipole: use torch.export.export(model, ...)")
             return self.run(
                 hla_kernels.adaptive_multipole, q, k, v, select=opt.select, density=self.density, q_tile=opt.q_tile,
                 k_tile=opt.k_tile, far=opt.far, grid=grid, prefix=ctx.prefix, suffix=ctx.suffix, q_scale=self.scale,

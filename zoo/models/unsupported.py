@@ -3,6 +3,7 @@
 
 from timm.models import is_model
 from torch import nn
+from torch.fx import Proxy
 
 from zoo.mixers import MIXERS
 
@@ -94,6 +95,15 @@ def refuse_rotary(mixer: str, rotary: bool) -> None:
     if rotary and not MIXERS[mixer].takes_rotations:
         others = ", ".join(name for name, kind in MIXERS.items() if kind.takes_rotations)
         raise ValueError(f"the mixer {mixer!r} cannot honour the rotary embedding of this model; use one of {others}")
+
+
+def refuse_proxy(x: object) -> None:
+    """Raise ValueError if torch.fx traces into an attention layer, which must stay one node of the graph."""
+    if isinstance(x, Proxy):
+        raise ValueError(
+            "torch.fx cannot trace into a converted attention layer: use timm.models.create_feature_extractor, which "
+            "keeps it as one node"
+        )
 
 
 def refuse_block(model: nn.Module, layer: str, block: nn.Module) -> None:

@@ -155,6 +155,22 @@ def test_export_of_dynamic_and_rotary_models():
         assert torch.allclose(program.module()(image(seed=4)), each(image(seed=4)), atol=1e-5)
 
 
+@pytest.mark.parametrize("mixer", ["la", "mhla"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_jit_trace(mixer, dynamic):
+    model = tiny("vit_tiny_patch16_224", dynamic_img_size=dynamic).eval()
+    zoo.convert(model, mixer)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, image())
+        assert torch.equal(traced(image(1, seed=4)), model(image(1, seed=4)))
+
+
+def test_torch_jit_trace_of_adaptive_multipole_is_refused():
+    model = tiny("vit_multipole_tiny_patch16_224").eval()
+    with pytest.raises(ValueError, match=r"cannot trace adaptive multipole: use torch\.export"):
+        torch.jit.trace(model, image())
+
+
 def test_exportable_models():
     model = tiny(NAME, exportable=True).eval()
     assert torch.equal(model(image()), tiny(NAME).eval()(image()))

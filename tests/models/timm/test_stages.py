@@ -140,6 +140,15 @@ def test_checkpointing_and_compilation(host):
             torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [caformer, fastvit, pit])
+def test_torch_jit_trace(make):
+    model, x = make().eval(), image(height=96, width=64)
+    zoo.convert(model, "mhla", blocks=[1, 2])
+    with torch.no_grad():
+        traced = torch.jit.trace(model, x)
+        assert torch.equal(traced(x.flip(0)), model(x.flip(0)))
+
+
 def test_kept_layers_are_numbered_over_all_stages():
     model = caformer()
     report = zoo.convert(model, "la", keep_softmax=[1])

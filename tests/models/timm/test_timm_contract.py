@@ -7,6 +7,7 @@ import torch
 from timm.layers import get_notrace_functions, get_notrace_modules
 from timm.models import create_feature_extractor
 from torch import nn
+from torchvision.models import feature_extraction
 from torchvision.models.feature_extraction import NodePathTracer
 
 import zoo
@@ -131,6 +132,19 @@ def test_fx_of_a_dynamic_model_needs_no_grid():
     graph = torch.fx.GraphModule(model, tracer.trace(model))
     with pytest.raises(ValueError, match="grid"):
         graph(image())
+
+
+@pytest.mark.parametrize("base", ["vit_tiny_patch16_224", "vit_small_patch16_rope_224", "caformer_s18", "fastvit_sa12"])
+def test_the_feature_extractor_of_torchvision_needs_the_leaf_modules_of_timm(base):
+    model = timm.create_model(base).eval()
+    zoo.convert(model, "softmax")
+    with pytest.raises(ValueError, match=r"use timm\.models\.create_feature_extractor"):
+        feature_extraction.create_feature_extractor(model, ["head"])
+    leaves = {"leaf_modules": get_notrace_modules(), "autowrap_functions": get_notrace_functions()}
+    layer = next(name for name, module in model.named_modules() if hasattr(module, "mixer_name"))
+    found = feature_extraction.create_feature_extractor(model, [layer], tracer_kwargs=leaves)(image(1, 224, 224))
+    theirs = create_feature_extractor(model, [layer])(image(1, 224, 224))
+    assert torch.equal(found[layer], theirs[layer])
 
 
 def test_torchscript_is_refused():

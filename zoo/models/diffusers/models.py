@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from zoo.grid import Grid
+from zoo.grid import Grid, integers
 from zoo.models import Conversion
 from zoo.models.checkpoint_tags import match_checkpoint, temporary_tags
 from zoo.models.convert import apply_conversions
@@ -48,6 +48,7 @@ def set_layout(module: nn.Module, grid: Grid | None, prefix: int = 0) -> None:
 
     Only sites whose mixer needs the grid get it, so that the other blocks are compiled once for all resolutions.
     """
+    grid = grid and integers(grid)
     for site in module.modules():
         if isinstance(site, DiffusionSite):
             site.grid, site.prefix = (grid if site.needs_grid else None), prefix

@@ -17,10 +17,11 @@ from timm.models.fastvit import Attention as FastVitAttention
 from timm.models.metaformer import Attention as MetaFormerAttention
 from torch import Tensor, nn
 
-from zoo.grid import Grid
+from zoo.grid import Grid, integers
 from zoo.mixers import Context, LayerSpec, Mixer
 from zoo.mixers.context import Rotation
 from zoo.models.checkpoint_tags import encode_tag, no_torchscript
+from zoo.models.unsupported import refuse_proxy
 
 # Mixins use attributes of the host class, which a type checker cannot see.
 if TYPE_CHECKING:
@@ -217,6 +218,7 @@ class AttentionSite(Site, Attention):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """[B, N, C] -> [B, N, C]. attn_mask: as in timm, True where a query attends to a key, or a float added to the
         scores. Raises ValueError for a mask or causality that the mixer does not support."""
+        refuse_proxy(x)
         x = self.with_cpe(x, self.prefix)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.unbind(2)
@@ -231,6 +233,7 @@ class RotarySite(Site):
     ) -> Tensor:
         """[B, N, C] -> [B, N, C]. attn_mask: as in timm, True where a query attends to a key, or a float added to the
         scores. Raises ValueError for a mask or causality that the mixer does not support."""
+        refuse_proxy(x)
         x = self.with_cpe(x, self.prefix)
         qkv = None
         if self.qkv is not None:
@@ -283,6 +286,7 @@ class MetaFormerAttentionSite(PlainSite, MetaFormerAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, C] -> [B, N, C]. The stage sets the grid."""
+        refuse_proxy(x)
         return self.mixed(x, self.grid)
 
 
@@ -292,7 +296,8 @@ class FastVitAttentionSite(PlainSite, FastVitAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C, H, W]."""
-        return self.mixed(x.flatten(2).mT, (x.shape[2], x.shape[3])).mT.reshape(x.shape)
+        refuse_proxy(x)
+        return self.mixed(x.flatten(2).mT, integers(x.shape[2:])).mT.reshape(x.shape)
 
 
 SITES: dict[type[nn.Module], type[nn.Module]] = {

@@ -23,7 +23,7 @@ from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBl
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from zoo.grid import Grid
+from zoo.grid import Grid, integers
 from zoo.models import Conversion
 from zoo.models.checkpoint_tags import match_checkpoint, no_torchscript
 from zoo.models.saved_config import architecture_of, recorded_arguments
@@ -34,6 +34,7 @@ TimmModel: TypeAlias = Any  # of a class of CONVERTED_MODELS
 
 def set_grid(module: nn.Module, grid: Grid | None) -> None:
     """Set the token grid of each site in `module`; None if the tokens have no layout."""
+    grid = grid and integers(grid)
     for child in module.modules():
         if isinstance(child, Site):
             child.grid = grid
