@@ -13,9 +13,9 @@ from hla_kernels.dispatch import verify
 
 # family -> (folders of its kernels and plans, digest of their code when all of its GPU tests passed last)
 TESTED = {
-    "two-sided": (("hla/fused", "features"), "04323fe64f65427b"),
+    "two-sided": (("hla/fused", "features"), "9f1d14d34aff6ed6"),
     "causal": (("hla/stages", "features"), "67f1d170f2eb6ae3"),
-    "mhla": (("blockmix/fused", "hla/fused", "features"), "03fc78dbaa4e39f9"),
+    "mhla": (("blockmix/fused", "hla/fused", "features"), "a3e0f4f073242f10"),
     "delta": (("delta_rule",), "81824976d9f71c2c"),
     "adaptive_multipole": (("softmax/adaptive/fused",), "7fdba15482ecd7fb"),
     "features": (("features",), "1834217643d5f111"),

@@ -62,7 +62,7 @@ def blockmix_read_out(
         tokens, live = tile(start, hi, b, keep, BN)
         f = load_rows(q, tokens, qs[1] * ALIGN, live, F, False)
         t = turn(f, angles, tokens, live, HT, False, TURN, F)
-        y = add_rows(zero_rows(BN, V), t, wt, dtype, digits(dtype, TURN > 0, False), F, V, PREC)
+        y = add_rows(zero_rows(BN, V), t, wt, dtype, digits(dtype, TURN is not None, False), F, V, PREC)
         factor = unit
         if NORM:
             den = times_vector(f, z, F)
@@ -73,7 +73,7 @@ def blockmix_read_out(
             tl.store(inverses + tokens, kept, mask=live)
             factor = (inverse * unit)[:, None]
         y = times(y, factor, V)
-        if NORM and TURN == 0:
+        if NORM and TURN is None:
             y = axpy2(y, (1.0 - eps * inverse)[:, None], as_row(load_anchor(anchor, shift, bh, at, V)), V)
         store_rows(o, tokens, os[1] * ALIGN, live, y, V)
 
@@ -97,8 +97,8 @@ def blockmix_query_grads(
     g = at_head(g, gs, bh, H, 1, ALIGN)
     angles = angles_at(cos, sin, bh, H, HT, first, F.D * SPLIT)
     dtype: tl.constexpr = q.dtype.element_ty
-    ANCHOR: tl.constexpr = NORM and TURN == 0
-    DIGITS: tl.constexpr = digits(dtype, NORM or TURN > 0, EXACT)
+    ANCHOR: tl.constexpr = NORM and TURN is None
+    DIGITS: tl.constexpr = digits(dtype, NORM or TURN is not None, EXACT)
     OF_P: tl.constexpr = digits(dtype, FINE or (NORM and EXACT), NORM and EXACT)
     w, unit = load_operator(mixed + at * F.D * SPLIT * V.D + first, dtype, OF_P, F, V, SPLIT)
     a = anchor
@@ -165,7 +165,7 @@ def blockmix_token_grads(
     bh, at, b, lo, hi = work(GEO, BH, M, chunk)
     keep = keep_of(keep, bh, H, N)
     dtype: tl.constexpr = y.dtype.element_ty
-    DIGITS: tl.constexpr = digits(dtype, TURN > 0, False)
+    DIGITS: tl.constexpr = digits(dtype, TURN is not None, False)
     OF_P: tl.constexpr = digits(dtype, FINE, False)
     s = scale_of(scales, scale, bh, H)
     y = at_head(y, ys, bh, H, GY, ALIGN)
@@ -176,7 +176,7 @@ def blockmix_token_grads(
     if v is not None:
         v = at_head(v, vs, bh, H, G, ALIGN)
         if NORM:
-            row = anchored_row(vector + at * F.D, anchor + bh * V.D, w, unit, OF_P, TURN == 0, F, V)
+            row = anchored_row(vector + at * F.D, anchor + bh * V.D, w, unit, OF_P, TURN is None, F, V)
     if dx is not None:
         dx = at_head(dx, dxs, bh, H, 1, ALIGN)
     if dv is not None:
@@ -223,13 +223,13 @@ def blockmix_query_products(
     dq = at_head(dq, dqs, bh, H, 1, ALIGN)
     angles = angles_at(cos, sin, bh, H, HT, 0, F.D)
     dtype: tl.constexpr = g.dtype.element_ty
-    DIGITS: tl.constexpr = digits(dtype, TURN > 0, False)
+    DIGITS: tl.constexpr = digits(dtype, TURN is not None, False)
     s = scale_of(scales, scale, bh, H)
     w, unit = load_operator(operator + at * F.D * V.D, dtype, 1, F, V)
     if ORDER == "hla2":
         x, x_unit = load_operator(right + at * F.D * V.D, dtype, 1, F, V)
         if NORM:
-            row = anchored_row(vector + at * F.D, anchor + bh * V.D, x, x_unit, 1, TURN == 0, F, V)
+            row = anchored_row(vector + at * F.D, anchor + bh * V.D, x, x_unit, 1, TURN is None, F, V)
     else:
         y, x_unit = load_operator(left + at * F.D * F.D, dtype, 1, F, F)
         y = trans4(y[0])

@@ -1,8 +1,8 @@
 """Rotated features of a token tile, and products with them in extended precision.
 
 Rotated features are float32: they enter a product as their rounding to the dtype of the tokens plus the remainder (two
-digits), or three digits if the gradient of the mixing matrix must be accurate to float32. TURN: 0 no rotation, 1
-channels (2i, 2i + 1), 2 (i, i + D / 2).
+digits), or three digits if the gradient of the mixing matrix must be accurate to float32. TURN: None, no
+rotation; "pairs", of channels (2i, 2i + 1); "halves", of (i, i + D / 2).
 """
 
 import triton
@@ -53,21 +53,21 @@ def turn_part(x, c, s, TURN: tl.constexpr):
     """Rotate one part of a tile, in float32."""
     BN: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
-    if TURN == 1:
+    if TURN == "pairs":
         a, b = tl.split(tl.reshape(x, [BN, WIDTH // 2, 2]))
     else:
         a, b = tl.split(tl.permute(tl.reshape(x, [BN, 2, WIDTH // 2]), (0, 2, 1)))
     y = tl.join(a * c - b * s, b * c + a * s)
-    if TURN == 2:
+    if TURN == "halves":
         y = tl.permute(y, (0, 2, 1))
     return tl.reshape(y, [BN, WIDTH])
 
 
 @triton.jit
 def turn(x, angles, tokens, live, HT, BACK: tl.constexpr, TURN: tl.constexpr, W: tl.constexpr):
-    """Rotate a tile by the angles of its tokens, in float32; BACK: by the opposite angles. TURN 0: no rotation."""
+    """Rotate a tile by the angles of its tokens, in float32; BACK: by the opposite angles."""
     out = x
-    if TURN > 0:
+    if TURN is not None:
         c = load_angles(angles[0], tokens, live, HT, BACK, W)
         s = load_angles(angles[1], tokens, live, HT, BACK, W)
         sign = -1.0 if BACK else 1.0

@@ -37,7 +37,7 @@ class Call:
         self.bh, self.m = self.b * self.h, o.layout.n_blocks
         (grid, blocks, prefix), ones = o.layout, (1,) * (3 - len(o.layout.grid))
         self.geo = (prefix, *ones, *grid, *ones, *blocks, share)  # GEO of `geometry`; share: of a device
-        turn = 0 if rotary is None else 1 + o.rotary_half
+        turn = None if rotary is None else "halves" if o.rotary_half else "pairs"
         self.w = widths(self.d, self.dv, rotary is not None)
         self.flags = {"NORM": o.normalize, "TURN": turn, "EXACT": o.moments == "float32"}  # of passes over tokens
         # a softmax's Jacobian removes the part of gradients that all features share: one digit would leave its rounding
@@ -258,7 +258,7 @@ def query_call(call: Call, g: Tensor, to: Tensor, y: Operator, saved: Saved, dy:
     moments = (call.keep, saved.anchor, y.shift, *call.angles, y.matrix, y.vector)
     if dq is not None and plan.one_pass(call.w, call.o.normalize, call.q.dtype, call.digits):
         # a rotation of channels (i, i + D / 2) needs both halves of the channels
-        w, config = plan.query_config(call.w, call.q.dtype, call.digits, call.flags["TURN"] > 1)
+        w, config = plan.query_config(call.w, call.q.dtype, call.digits, call.flags["TURN"] == "halves")
         given = (call.q, g, dq, saved.inverses, None, *moments)
         call.sum_rows(blockmix_query_grads, w, config, given, dy[:2], rows, (call.o.eps,), FINE=call.fine)
         return None

@@ -65,7 +65,7 @@ def blockmix_reduce_moments(
     angles = angles_at(cos, sin, bh, H, HT, 0, F.D)
     kn, vn = ks[1] * ALIGN, vs[1] * ALIGN
     dtype: tl.constexpr = k.dtype.element_ty
-    DIGITS: tl.constexpr = digits(dtype, RATIO or TURN > 0, EXACT)
+    DIGITS: tl.constexpr = digits(dtype, RATIO or TURN is not None, EXACT)
     acc = outer4_begin(V, F, False, False)
     z = begin_sum(ROWS, BN, F, NORM)
     if RATIO:
@@ -91,14 +91,14 @@ def blockmix_reduce_moments(
                 acc = add_outer(acc, parts[DIGITS - 1 - i], t, live, dtype, i + 1, V, F, PREC)
         else:
             acc = add_outer(acc, tv, t, live, dtype, DIGITS, V, F, PREC)
-        acc = settled4(acc, V, F, NORM and TURN == 0)
+        acc = settled4(acc, V, F, NORM and TURN is None)
     s = scale_of(scales, scale, bh, H)
     p = scale4(outer4_end(acc, V), s / unit)
     pid = tl.program_id(0).to(tl.int64)
     if NORM:
         total = axpy2(zeros2(F), s, end_sum(z, F, True), F)
         store_vec(vector + pid * F.D, total, F)
-    if NORM and not RATIO and TURN == 0:
+    if NORM and not RATIO and TURN is None:
         minus = axpy2(zeros2(V), -1.0, load_vec(anchor + bh * V.D, V), V)
         p = rank1(p, minus, total, V, F)
     store4(matrix + pid * F.D * V.D, p, V, F, F.D, 1)

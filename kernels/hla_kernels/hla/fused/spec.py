@@ -204,15 +204,15 @@ def layout(spec: Spec, w: Widths) -> Layout:
     return Layout(**starts, KW=sum(moments), KG=fv + fd + dv, fd=fd, dv=dv)
 
 
-def summed_factors(spec: Spec) -> int:
+def summed_factors(op: str) -> int:
     """Return the number of float16 moments whose product is the operator in `heads.summed`."""
-    return {"linear_attention": 0, "hla3": 3}.get(spec.op, 2)
+    return 0 if op == "linear_attention" else len(MOMENTS[op])
 
 
 def summed_floats(spec: Spec, w: Widths, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Return the float32 numbers per head that a forward of `heads.summed` saves: units, vectors, operator, factors."""
     lay = layout(spec, w)
-    return 4, lay.vectors().K, lay.matrix_floats(dtype.itemsize), summed_factors(spec) * w.F.padded**2 // 2
+    return 4, lay.vectors().K, lay.matrix_floats(dtype.itemsize), summed_factors(spec.op) * w.F.padded**2 // 2
 
 
 def alignment(*tensors: Tensor) -> int:

@@ -55,7 +55,7 @@ def hla_head_forward(
     m1 = zeros2(F)
     row = zeros2(V)
     raw, sums, _ = sum_moments(
-        q, k, v, q, qn, kn, vn, qn, 0, N, "linear_attention", 3 if NORM else 0, False, True, F, V, BN, PREC
+        q, k, v, q, qn, kn, vn, qn, 0, N, "linear_attention", "keys" if NORM else None, False, True, F, V, BN, PREC
     )
     m = scale_moments(raw, sums, scale, N[1], 0.0, "linear_attention", None, NORM, False, F, V)
     out = m[0]
@@ -96,7 +96,7 @@ def hla_head_backward(
     k, kn = at_head(k, ks, at, h // G, ALIGN), ks[1] * ALIGN
     v, vn = at_head(v, vs, at, h // G, ALIGN), vs[1] * ALIGN
     g, gn = at_head(g, gs, at, h, ALIGN), gs[1] * ALIGN
-    m, _, dm = sum_moments(q, k, v, g, qn, kn, vn, gn, 0, N, "linear_attention", False, True, False, F, V, BN, PREC)
+    m, _, dm = sum_moments(q, k, v, g, qn, kn, vn, gn, 0, N, "linear_attention", None, True, False, F, V, BN, PREC)
     mt, mt_unit = cast_operator(trans4(scale4(m[0], scale)), q.dtype.element_ty, False, V, F)
     dm = scale4(dm, scale)
     w, unit = cast_weights((dm, dm, dm, dm, dm), "linear_attention", q.dtype.element_ty, F, V)
@@ -104,5 +104,5 @@ def hla_head_backward(
     write_grads(
         q, k, v, g, at_head(dq, dqs, at, h, ALIGN), at_head(dk, dks, at, h, ALIGN), at_head(dv, dvs, at, h, ALIGN), qn,
         kn, vn, gn, dqs[1] * ALIGN, dks[1] * ALIGN, dvs[1] * ALIGN, 0, N, mt, m1, 0, w, unit,
-        (m1, m1, zeros2(V)), 0, "linear_attention", False, False, F, V, BO, PREC, mt_unit=mt_unit,
+        (m1, m1, zeros2(V)), "qkv", "linear_attention", False, False, F, V, BO, PREC, mt_unit=mt_unit,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..algebra import centre_rows, less_mean, ones_moments, scale_moments
 from ..loops import means, read_out, span, sum_moments
-from ..spec import MOMENTS
+from ..spec import summed_factors
 from ..split.grads import load_weights
 from ..tiles import (
     axpy2,
@@ -39,11 +39,7 @@ from .halves import (
     times,
 )
 
-
-@triton.constexpr_function
-def factor_count(order):
-    """Return the number of moments that an order multiplies."""
-    return len(MOMENTS[order])
+factor_count = triton.constexpr_function(summed_factors)
 
 
 @triton.jit
@@ -112,7 +108,9 @@ def hla_summed_forward(
     row = zeros2(F)
     # what a backward reads goes through memory anyway, whence tensor cores read it, and a ratio fills the registers
     HERE: tl.constexpr = not (SAVE or (NORM and F.D2 > 0))
-    raw, sums, _ = sum_moments(q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, SUMMED, False, True, F, F, BN, PREC)
+    raw, sums, _ = sum_moments(
+        q, k, v, q, qn, kn, vn, qn, 0, N, ORDER, "all" if SUMMED else None, False, True, F, F, BN, PREC
+    )
     m = scale_moments(raw, sums, scale, n, 0.0, ORDER, CENTER, NORM or MEAN, False, F, F)
     vectors += head * L.K
     if SAVE and SUMMED:

@@ -135,5 +135,5 @@ class Kept(NamedTuple):
         otherwise o as a placeholder."""
         if call.w.F.D2 == 0 or not call.spec.normalize:
             return cls(o, o, o, o)
-        factors = call.buffer(call.bh, summed_factors(call.spec), call.w.F.padded**2, dtype=torch.float16)
+        factors = call.buffer(call.bh, summed_factors(call.spec.op), call.w.F.padded**2, dtype=torch.float16)
         return cls(o, o, factors, call.buffer(call.bh, 4))

@@ -189,25 +189,24 @@ def sum_moments(
 ):  # fmt: skip
     """Return (P, S, C, R, W), (sum q, sum k, sum v), dM' over tokens lo..hi.
 
-    SUMS: 1 all sums; 2 sums of the tokens that the order multiplies, in few registers; 3 sum k and sum v. ONCE: k and
-    v are not read again; let q stay in L2 instead.
+    SUMS: "all"; "few", sums of the tokens that the order multiplies, in few registers; "keys", sum k and sum v; None.
+    ONCE: k and v are not read again; let q stay in L2 instead.
     """
-    SUM_Q: tl.constexpr = SUMS == 2
-    SUM_K: tl.constexpr = SUMS == 2
-    SUM_V: tl.constexpr = SUMS == 2 and ORDER != "R"
-    ALL: tl.constexpr = SUMS == 1
-    KEYS: tl.constexpr = ALL or SUMS == 3
+    FEW: tl.constexpr = SUMS == "few"
+    FEW_V: tl.constexpr = FEW and ORDER != "R"
+    ALL: tl.constexpr = SUMS == "all"
+    KEYS: tl.constexpr = ALL or SUMS == "keys"
     TAIL: tl.constexpr = F.D2 > 0 and V.D2 > 0 and F.D1 >= 64 and V.D1 >= 64
     # addresses shared with another loop, or addresses that leave no registers for sums
-    AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == "CR" or (F.D2 > 0 and SUMS == 2))
+    AGAIN: tl.constexpr = PREC == "ieee" and (ORDER == "CR" or (F.D2 > 0 and FEW))
     dtype: tl.constexpr = q.dtype.element_ty
-    SETTLE: tl.constexpr = SUMS > 0 and (F.D2 > 0 or V.D2 > 0) and dtype != tl.float32
+    SETTLE: tl.constexpr = (ALL or FEW or KEYS) and (F.D2 > 0 or V.D2 > 0) and dtype != tl.float32
     m = begin_moments(ORDER, F, V, TAIL)
     dm = begin(V, F, GRAD, False, TAIL)
     sq = begin_total(dtype, BN, F, ALL)
     sk = begin_total(dtype, BN, F, KEYS)
     sv = begin_total(dtype, BN, V, KEYS)
-    sums, rest = begin_total(dtype, BN, F, SUMS == 2)
+    sums, rest = begin_total(dtype, BN, F, FEW)
     rq = rest
     rk = rest
     rv = rest
@@ -231,11 +230,10 @@ def sum_moments(
         if KEYS:
             sk = add_total(sk, tk, F)
             sv = add_total(sv, tv, V)
-        if SUM_Q:
+        if FEW:
             sums, rq = add_together(sums, rq, tq, 0, F)
-        if SUM_K:
             sums, rk = add_together(sums, rk, tk, 1, F)
-        if SUM_V:
+        if FEW_V:
             sums, rv = add_together(sums, rv, tv, 2, V)
         if GRAD:
             dm, _ = add_gradient(dm, dm, g + (zero + start) * gn, tq, j, gn, live, False, TAIL, F, V, PREC)
@@ -247,7 +245,7 @@ def sum_moments(
         elif SETTLE:
             sums = settled(sums)
     total = (end_total(sq, dtype, F, ALL), end_total(sk, dtype, F, KEYS), end_total(sv, dtype, V, KEYS))
-    if SUMS == 2:
+    if FEW:
         total = (end_together(sums, rq, 0, F), end_together(sums, rk, 1, F), end_together(sums, rv, 2, V))
     return end_moments(m, ORDER, F), total, end(dm, V, GRAD)
 

@@ -97,9 +97,9 @@ def write_grads(
     NORM: 1 / den and d loss / d den of every token are read from ratio [*, 2]; m1 and the rows are
     pointers then.
 
-    PART 0: all three, 1: dq, 2: dk and dv, 3: dk, 4: dv (what a part does not use is not loaded).
+    PART: which gradients, "qkv", "q", "kv", "k" or "v" (what a part does not use is not loaded).
     """
-    ALONE: tl.constexpr = PART == 1 or PART >= 3
+    ALONE: tl.constexpr = PART == "q" or PART == "k" or PART == "v"
     dtype: tl.constexpr = q.dtype.element_ty
     APART: tl.constexpr = ORDER != "polynomial" and F.D1 > 64 and V.D1 > 64 and dtype != tl.float32
     # addresses of operands would stay in registers from turn to turn: 80 of them and more
@@ -116,7 +116,7 @@ def write_grads(
         tk = load_rows(k + (zero + start) * kn, j, kn, live, F, False)
         tv = load_rows(v + (zero + start) * vn, j, vn, live, V, False)
         tg = load_rows(g + (zero + start) * gn, j, gn, live, V, False)
-        if PART == 0 or PART == 2 or PART == 4:
+        if PART == "qkv" or PART == "kv" or PART == "v":
             gv = zero_rows(BN, V)
             if has("P", ORDER):
                 gv = rowmul(gv, tk, trans4(w[0]), F, V, PREC)
@@ -126,7 +126,7 @@ def write_grads(
             if not NORM:
                 gv = add_row(gv, row_v, NORM, ROW, V)
             put(dv + (zero + start) * dvn, j, dvn, live, gv, ALONE, V)
-        if PART == 0 or PART == 2 or PART == 3:
+        if PART == "qkv" or PART == "kv" or PART == "k":
             gk = zero_rows(BN, F)
             if has("P", ORDER):
                 gk = rowmul(gk, tv, w[0], V, F, PREC)
@@ -136,7 +136,7 @@ def write_grads(
                 gk = add_product(gk, tq, w[3], APART, F, F, PREC)
             gk = add_row(in_units(gk, unit, F), row_k, NORM, ROW, F)
             put(dk + (zero + start) * dkn, j, dkn, live, gk, ALONE, F)
-        if PART < 2:
+        if PART == "qkv" or PART == "q":
             gq = rowmul(zero_rows(BN, F), tg, mt, V, F, PREC)
             if NORM:
                 inverse, total = get_ratio(ratio, start + i, live)

@@ -107,21 +107,21 @@ def hla_apply_grads(
     rows += head * (2 * F.D + V.D)
     if ROLES == 1:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 0, ORDER, NORM, CENTER, MEAN,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, "qkv", ORDER, NORM, CENTER, MEAN,
             F, V, L, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 0:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 1, ORDER, NORM, CENTER, MEAN,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, "q", ORDER, NORM, CENTER, MEAN,
             F, V, L, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     elif tl.program_id(0) % ROLES == 1:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, ROLES, ORDER, NORM, CENTER, MEAN,
-            F, V, L, ROWS_DONE, BN, PREC,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, "kv" if ROLES == 2 else "k", ORDER,
+            NORM, CENTER, MEAN, F, V, L, ROWS_DONE, BN, PREC,
         )  # fmt: skip
     else:
         part_grads(
-            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, 4, ORDER, NORM, CENTER, MEAN,
+            tokens, grads, tn, gn, lo, hi, n, ratio, state, matrix, weights, rows, "v", ORDER, NORM, CENTER, MEAN,
             F, V, L, ROWS_DONE, BN, PREC,
         )  # fmt: skip

@@ -74,8 +74,8 @@ def moments_of(i, roles, order):
 def sums_of(i, roles, sums, final, keys):
     """Return SUMS of `sum_moments` for program i; final: every program needs what it centres; keys: no sum of q."""
     if not sums or (i > 0 and not final):
-        return 0
-    return 2 if roles == 5 else 3 if keys else 1
+        return None
+    return "few" if roles == 5 else "keys" if keys else "all"
 
 
 @triton.jit
@@ -92,4 +92,4 @@ def part_moments(
         p1, q1 = ones_moments(sums, scale, CENTER, F)
         row = axpy2(anchor(m, p1, q1, sums, ORDER, F, V), 1.0 / n, sums[2], V)
         store_vec(out + L.ROW, row, V)
-    store_state(out, m, sums, ORDER, SUMS > 0 and FIRST, L, F, V)
+    store_state(out, m, sums, ORDER, SUMS is not None and FIRST, L, F, V)
