@@ -17,7 +17,14 @@ from zoo.mixers import MIXERS
 from zoo.models.convert import convert, revert
 from zoo.models.timm import converted, deit, vision_transformer, vlt
 from zoo.models.timm.layer import Attention
-from zoo.models.timm.model_files import check_output_folder, holds_weights, load_model, save_model
+from zoo.models.timm.model_files import (
+    PIPELINE,
+    check_output_folder,
+    holds_diffusers_model,
+    holds_weights,
+    load_model,
+    save_model,
+)
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -25,7 +32,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["MIXERS", "Attention", "__version__", "convert", "load", "revert", "save"]
 __all__ += ["converted", "deit", "vision_transformer", "vlt"]  # modules that register names with timm
-PIPELINE = "model_index.json"  # in each pipeline folder of diffusers
 
 
 def save(model: Any, folder: str | Path) -> None:
@@ -37,7 +43,7 @@ def save(model: Any, folder: str | Path) -> None:
     """
     folder, by_timm = Path(folder), not hasattr(model, "save_pretrained")
     check_output_folder("", folder)
-    other = _is_of_diffusers(folder) if by_timm else holds_weights(folder)
+    other = holds_diffusers_model(folder) if by_timm else holds_weights(folder)
     if other or (isinstance(model, nn.Module) and (folder / PIPELINE).exists()):
         raise ValueError(f"{folder} holds another kind of model: choose another folder")
     if by_timm:
@@ -53,19 +59,12 @@ def load(path: str | Path) -> "nn.Module | DiffusionPipeline":
     timm's `save_for_hf` or diffusers' `save_pretrained` (for a pipeline folder, the pipeline is returned). Raises
     ValueError for anything else.
     """
-    if _is_of_diffusers(Path(path)):
+    if holds_diffusers_model(Path(path)):
         from zoo.models.diffusers.convert_folder import load_folder
 
         loaded = load_folder(str(path))
         return loaded.eval() if isinstance(loaded, nn.Module) else loaded
     return load_model(path)[0].eval()
-
-
-def _is_of_diffusers(folder: Path) -> bool:
-    """Whether `folder` holds a pipeline, a transformer or a run of diffusers."""
-    return any((folder / name).exists() for name in (PIPELINE, "transformer", "transformer_ema")) or (
-        (folder / "config.json").is_file() and not holds_weights(folder)
-    )
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """Transfer and whole recipes on tiny runs of the digits, an image model and a diffusion transformer."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -257,6 +258,23 @@ def test_too_many_softmax_blocks_are_refused_before_data_is_read(image_source, t
     with pytest.raises(ValueError, match=sentence):
         run_recipe(recipe(image_source, file, out, "mixer=la", f"keep_softmax={keep}"))
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("inside", "sentence"),
+    [("", "is the source"), ("run", "holds a run"), ("converted", "exists but .*recipe.yaml does not")],
+)
+def test_a_folder_with_other_files_is_not_overwritten(image_source, tmp_path, inside, sentence):
+    file, out = tmp_path / "finetune.yaml", tmp_path / inside
+    file.write_text(yaml.safe_dump(IMAGE))
+    if inside == "run":
+        shutil.copytree(image_source, out)
+    elif inside:
+        (tmp_path / inside).mkdir()
+    out = {"": image_source, "run": out, "converted": tmp_path}[inside]
+    with pytest.raises(ValueError, match=sentence):
+        run_recipe(recipe(image_source, file, out, "mixer=la"))
+    assert not (out / "recipe.yaml").exists()
 
 
 RECIPES = sorted([*(ROOT / "configs").glob("recipes/*.yaml"), *(ROOT / "configs").glob("experiments/*_convert.yaml")])

@@ -156,6 +156,19 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
         ClassificationRun(tiny(tmp_path))
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_with_a_model_and_no_checkpoint_is_not_overwritten(tmp_path, resume):
+    run = tmp_path / "run"
+    ClassificationRun(tiny(run)).train()
+    shutil.rmtree(run / "checkpoints")
+    if not resume:
+        (run / "config.yaml").unlink()
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError, match=r"holds a model and no checkpoint .*choose another run\.folder"):
+        ClassificationRun(tiny(run, run={"resume": resume}))
+    assert before == {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+
+
 def test_resuming_with_another_configuration_names_the_keys(tmp_path):
     ClassificationRun(tiny(tmp_path))
     changed = {"optim": {"lr": 0.5}, "augment": {"label_smoothing": 0.0}}

@@ -26,6 +26,7 @@ from zoo.files import FolderLock, sweep
 from zoo.io import result_file, write_json
 from zoo.mixers.multipole import Multipole
 from zoo.models.convert import backbone_of
+from zoo.models.timm.model_files import check_output_folder
 from zoo.recipes.report import Content, write_report
 from zoo.recipes.settings import STAGES, RecipeSettings
 from zoo.recipes.tasks import ConversionTask, KeptBlocks, open_task
@@ -85,6 +86,10 @@ def _check_conversion(kind: ConversionTask) -> None:
 def _check_folder(recipe: RecipeSettings, out: Path) -> None:
     file = out / "recipe.yaml"
     if not file.is_file():
+        for folder in (out, *(out / name for name in MODELS)):
+            check_output_folder(recipe.source, folder)
+            if folder != out and folder.exists():
+                raise ValueError(f"{folder} exists but {file} does not: choose another folder as out=")
         out.mkdir(parents=True, exist_ok=True)
         config.save(recipe, file)
         return

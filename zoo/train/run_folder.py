@@ -11,7 +11,7 @@ from zoo.files import RUN_CONFIG as CONFIG
 from zoo.mixers import MIXERS
 from zoo.models.checkpoint_tags import decode_tag
 from zoo.models.stored_options import restored_options
-from zoo.models.timm.model_files import WEIGHTS
+from zoo.models.timm.model_files import WEIGHTS, holds_diffusers_model, holds_weights
 from zoo.train.checkpoint import choose_checkpoint, list_checkpoints
 from zoo.train.settings import CHANGEABLE, AnySettings, MixerSettings
 
@@ -22,14 +22,20 @@ S = TypeVar("S", bound=AnySettings)
 
 
 def check_run_folder(settings: AnySettings) -> None:
-    """Raise ValueError if `run.folder` holds a run and `run.resume` is not set, a run with another configuration, or no
-    checkpoint of the step `run.resume`."""
+    """Raise ValueError if `run.folder` holds a run and `run.resume` is not set, a run with another configuration, a
+    model but no checkpoint, or no checkpoint of the step `run.resume`."""
     folder = Path(settings.run.folder)
     file = folder / CONFIG
-    if not file.exists() and list_checkpoints(folder / CHECKPOINTS):
+    checkpoints = list_checkpoints(folder / CHECKPOINTS)
+    if not file.exists() and checkpoints:
         raise ValueError(f"{folder} holds checkpoints but no {CONFIG}: choose another run.folder")
     if file.exists():
         _check_config(settings, file)
+    if not checkpoints and (holds_weights(folder) or holds_diffusers_model(folder)):
+        raise ValueError(
+            f"{folder} holds a model and no checkpoint to resume from: its weights would be lost; choose another "
+            "run.folder"
+        )
     choose_checkpoint(folder / CHECKPOINTS, settings.run.resume)
 
 

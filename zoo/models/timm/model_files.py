@@ -29,7 +29,8 @@ MIXER_PREFIX = ".mixer."  # in the names of all mixer parameters
 HEADER = "hla_zoo"  # key of the safetensors header that holds a Recipe as JSON
 WEIGHTS = "model.safetensors"
 PICKLED = "pytorch_model.bin"  # written by timm's save_for_hf(safe_serialization=False); read with weights_only=True
-HUB_CONFIG = "config.json"  # written by timm's save_for_hf
+HUB_CONFIG = "config.json"  # written by timm's save_for_hf and diffusers' save_pretrained
+PIPELINE = "model_index.json"  # in each pipeline folder of diffusers
 EMA_WEIGHTS = "model_ema.safetensors"
 FILE_KEYWORDS = {"checkpoint_path", "pretrained_cfg", "cache_dir"}  # keywords that make timm read files
 OVERLAY = "pretrained_cfg_overlay"  # may change the input of a model, not the location of its weights
@@ -169,6 +170,13 @@ def _common_options(model: nn.Module, mixer: str, given: dict[str, Any]) -> dict
 def holds_weights(path: str | Path) -> bool:
     """Whether the folder `path` holds weights of a timm model."""
     return any((Path(path) / name).is_file() for name in (EMA_WEIGHTS, WEIGHTS, PICKLED))
+
+
+def holds_diffusers_model(folder: Path) -> bool:
+    """Whether `folder` holds a pipeline, a transformer or a run of diffusers."""
+    return any((folder / name).exists() for name in (PIPELINE, "transformer", "transformer_ema")) or (
+        (folder / HUB_CONFIG).is_file() and not holds_weights(folder)
+    )
 
 
 def weights_file(path: str | Path) -> Path:
