@@ -1,5 +1,6 @@
 """Bad input of the operators beside the linear ones, and what is taken though it is unusual."""
 
+import re
 import warnings
 
 import pytest
@@ -98,3 +99,11 @@ def test_an_eps_beside_which_the_divisor_is_small(op, feature_map, options, warn
             warnings.simplefilter("ignore")
             y, exact = getattr(hk, op)(*tokens_, **call), getattr(hk, op)(*tokens_, **{**call, "eps": 1e-30})
         assert (float((y - exact).norm() / exact.norm()) > 0.09) == warned
+
+
+@pytest.mark.parametrize("op", [x for x in hk.__all__ if x.removesuffix("_qkvpacked") in (*hk.OPS, *OTHERS)])
+def test_docstrings_name_the_order_of_axes_and_what_a_mask_means(op):
+    """Both are the other way round in torch: [B, H, N, D], and True for padding in nn.MultiheadAttention."""
+    text = " ".join(getattr(hk, op).__doc__.split())
+    assert any(x in text for x in ("tokens before heads", "as `linear_attention`", "qkv [B, N, 3, H, D]"))
+    assert re.search("_mask.*True for real tokens", text)

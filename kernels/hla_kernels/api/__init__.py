@@ -102,8 +102,8 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords
     """First order: o_t = s sum_j (q_t.k_j) v_j = q_t' P, P = s sum k v'.
 
     Causal: o_t = s sum_{j<=t} gamma^(t-j) (q_t.k_j) v_j; state P [D, Dv]. q [B, N, H, D], k [B, N, Hk, D], v [B, N, Hk,
-    Dv] -> [B, N, H, Dv], tokens before heads; options and errors in the module's docstring; ridge is not defined.
-    Katharopoulos et al., arXiv 2006.16236, Eq 5.
+    Dv] -> [B, N, H, Dv], tokens before heads; key_padding_mask [B, N] is True for real tokens; ridge is not defined;
+    options and errors in the module's docstring. Katharopoulos et al., arXiv 2006.16236, Eq 5.
     """
     return run("linear_attention", (q, k, v), **options)
 
@@ -112,8 +112,8 @@ def hla2(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result
     """Second order, HLA2: o_t = q_t' S C, S = s sum k k', C = s sum q v', that is s^2 A A' V with A = phi(Q) phi(K)'.
 
     Causal: o = LA(q, LA(q, k, k), v); state S [D, D], F [D, Dv]; decay_rule="paper": S = gS + kk', C = gC + qv',
-    G = gG + k (k'C_{t-1}), o = s^2 q'(S C - G). Shapes as `linear_attention`; options and errors in the module
-    docstring. Zhang et al., arXiv 2510.27258, HLA2 := (A A') V masked as in Theorem 3.1; without decay it equals the
+    G = gG + k (k'C_{t-1}), o = s^2 q'(S C - G). Shapes and options as `linear_attention`; key_padding_mask is True for
+    real tokens. Zhang et al., arXiv 2510.27258, HLA2 := (A A') V masked as in Theorem 3.1; without decay it equals the
     recurrence of Eq. 4.1.
     """
     return run("hla2", (q, k, v), **options)
@@ -122,8 +122,8 @@ def hla2(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result
 def ahla(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result:
     """Second order, asymmetric (AHLA): o_t = q_t' R P, R = s sum k q', P = s sum k v', that is s^2 A A V.
 
-    Causal: o = LA(q, k, LA(q, k, v)); state P, E [D, Dv]. Shapes as `linear_attention`; options and errors in the
-    module's docstring. Zhang et al., arXiv 2510.27258, AHLA := A A V, Theorem 6.1.
+    Causal: o = LA(q, k, LA(q, k, v)); state P, E [D, Dv]. Shapes and options as `linear_attention`;
+    key_padding_mask is True for real tokens. Zhang et al., arXiv 2510.27258, AHLA := A A V, Theorem 6.1.
     """
     return run("ahla", (q, k, v), **options)
 
@@ -132,8 +132,8 @@ def hla3(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keywords]) -> Result
     """Third order, HLA3: o_t = q_t' S Qm P, S = s sum k k', Qm = s sum q q', P = s sum k v', that is s^3 A A' A V.
 
     Causal: o = LA(q, LA(q, k, k), LA(q, k, v)), the strictly causal third order; state S [D, D], P, F [D, Dv]. Shapes
-    as `linear_attention`; options and errors in the module's docstring. Zhang et al., arXiv 2510.27258, HLA3 := (A A'
-    A) V; its Theorem 7.1 drops terms (tests/ops/test_errata.py).
+    and options as `linear_attention`; key_padding_mask is True for real tokens. Zhang et al., arXiv 2510.27258,
+    HLA3 := (A A' A) V; its Theorem 7.1 drops terms (tests/ops/test_errata.py).
     """
     return run("hla3", (q, k, v), **options)
 
@@ -144,8 +144,8 @@ def polynomial(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, **options:
     coefficients: [H, 4] = (c1, c2, c3, c4) of A, A A', A A, A A' A. One D x Dv matrix per head, so the cost per token
     does not depend on the orders. Two-sided only (causal raises ValueError), no ridge. With center="k" and
     mean_path=True the first term is the first-order Taylor expansion of softmax attention. Calls are faster if
-    coefficients need no gradient (`explain` reports `fixed`), the backward pass most. Shapes as `linear_attention`;
-    options and errors in the module docstring. Orders as in Zhang et al., arXiv 2510.27258.
+    coefficients need no gradient (`explain` reports `fixed`), the backward pass most. Shapes and options as
+    `linear_attention`; key_padding_mask is True for real tokens. Orders as in Zhang et al., arXiv 2510.27258.
     """
     return run("polynomial", (q, k, v), coefficients, **options)
 
@@ -161,31 +161,31 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Keyword
 
 
 def linear_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
-    """`linear_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' s sum k v'."""
+    """`linear_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' P; key_padding_mask: True for real tokens."""
     return run("linear_attention", (qkv,), **options)
 
 
 def hla2_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
-    """`hla2` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S C."""
+    """`hla2` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S C; key_padding_mask: True for real tokens."""
     return run("hla2", (qkv,), **options)
 
 
 def ahla_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
-    """`ahla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' R P."""
+    """`ahla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' R P; key_padding_mask: True for real tokens."""
     return run("ahla", (qkv,), **options)
 
 
 def hla3_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
-    """`hla3` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S Qm P."""
+    """`hla3` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' S Qm P; key_padding_mask: True for real tokens."""
     return run("hla3", (qkv,), **options)
 
 
 def polynomial_qkvpacked(qkv: Tensor, coefficients: Tensor, **options: Unpack[Keywords]) -> Result:
     """`polynomial` of qkv [B, N, 3, H, D] with coefficients [H, 4] -> [B, N, H, D]: o = q' (c1 P + c2 S C + c3 R P + c4
-    S Qm P)."""
+    S Qm P); key_padding_mask: True for real tokens."""
     return run("polynomial", (qkv,), coefficients, **options)
 
 
 def softmax_attention_qkvpacked(qkv: Tensor, **options: Unpack[Keywords]) -> Result:
-    """`softmax_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]."""
+    """`softmax_attention` of qkv [B, N, 3, H, D] -> [B, N, H, D]; key_padding_mask: True for real tokens."""
     return run("softmax_attention", (qkv,), **options)

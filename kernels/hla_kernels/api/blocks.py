@@ -97,7 +97,7 @@ class Keywords(TypedDict, total=False):
 
 
 def mhla_qkvpacked(qkv: Tensor, mixing: Tensor, **options: Unpack[Keywords]) -> Result:
-    """`mhla` of qkv [B, N, 3, H, D] -> [B, N, H, D]: o = q' Sum_b m_ib P_b; its gradient is one packed tensor."""
+    """`mhla` of qkv [B, N, 3, H, D] -> [B, N, H, D], with one packed gradient; token_mask: True for real tokens."""
     check_unknown(mhla, options)
     for name in ("grid", "blocks"):
         if name not in options:

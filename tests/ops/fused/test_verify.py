@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,6 +225,16 @@ def test_a_wrong_selection_is_noticed(monkeypatch, select):
         monkeypatch.setattr(fused, "evaluate", lambda call, chosen=chosen: torch_form.evaluate(call, chosen(call)))
         (run,) = trial.runs(form)
         assert ("result 1 is" in (verify.failure(run) or "")) == wrong
+
+
+def test_another_source_is_another_package(monkeypatch):
+    """What passed its check is not known of kernels that changed since: any file of the package may."""
+    before, read = verify.package.__wrapped__(), Path.read_bytes
+    assert before == verify.package.__wrapped__()
+    for name in ("hla/fused/tiles.py", "blockmix/fused/plan.py", "api/__init__.py"):
+        file = Path(hk.__file__).parent / name
+        monkeypatch.setattr(Path, "read_bytes", lambda self, file=file: read(self) + b" " * (self == file))
+        assert verify.package.__wrapped__() != before
 
 
 def test_what_ran_on_a_gpu_is_not_checked(monkeypatch):
