@@ -66,10 +66,17 @@ def compile_call(fn, args, kwargs, products: bool = False) -> dict:
     """Registers, stack bytes, shared memory, products with operand A in registers and `in_loops` of one recorded
     launch, and with `products` `one_by_one`: compiled now, or kept from an earlier compilation."""
     launch = f"{key(fn, args, kwargs)} {products}"
-    return kept(fn, launch, lambda: _compiled(fn, args, dict(kwargs), products))
+    return kept(fn, launch, lambda: _compiled(fn, args, kwargs, products))
 
 
 def _compiled(fn, args, kwargs, products: bool) -> dict:
+    source, options = source_of(fn, args, kwargs)
+    return judged(fn, source, options, products)
+
+
+def source_of(fn, args, kwargs) -> tuple[ASTSource, dict]:
+    """What Triton compiles for a recorded launch, and its options."""
+    kwargs = dict(kwargs)
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     given = dict(zip(fn.arg_names, args, strict=False))
     signature, constants, attributes = {}, {}, {}
@@ -85,7 +92,15 @@ def _compiled(fn, args, kwargs, products: bool) -> dict:
             attributes |= {(i, j): [["tt.divisibility", 16]] for j in even}
         if isinstance(given[name], torch.Tensor):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    return judged(fn, ASTSource(fn, signature, constants, attributes), options, products)
+    return ASTSource(fn, signature, constants, attributes), options
+
+
+def usage(cubin: str) -> tuple[int, int]:
+    """Registers and stack bytes of the kernel in a file."""
+    words = [os.path.join(TOOLS, "cuobjdump"), "-res-usage", cubin]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups())
+    return registers, stack
 
 
 def judged(fn, source: ASTSource, options: dict, products: bool = False) -> dict:
@@ -94,9 +109,7 @@ def judged(fn, source: ASTSource, options: dict, products: bool = False) -> dict
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        words = [os.path.join(TOOLS, "cuobjdump"), "-res-usage", file.name]
-        usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        registers, stack = usage(file.name)
         ptx = compiled.asm["ptx"]
         code = disassemble(file.name) if stack > 0 or "wgmma.mma_async" in ptx else []  # else nothing to look for
     sizes = {"registers": registers, "stack": stack, "shared": compiled.metadata.shared}

@@ -232,6 +232,8 @@ def uniform(x: Instruction) -> tuple[Registers, Registers]:
         for kind, at in re.findall(r"(g?desc\[|\[)?(?:R\d+(?:\.64)?\+)?(?<![A-Z])UR(\d+)", operand):
             pair = x.name.startswith("U") and (".64" in x.name or ("WIDE" in x.name and i == 0))
             first, size = int(at), 2 if pair or kind == "desc[" else 1
+            if kind == "desc[" and f"+UR{first - 1}" in x.text:  # two registers: a uniform address, and a descriptor
+                size = 1
             if kind == "gdesc[":
                 first, size = (first + 2, 2) if x.product is not None and x.product.a else (first, 4)
             written = i == 0 and not kind and x.name.startswith(("U", "R2UR", "S2UR", "REDUX", "VOTEU"))

@@ -84,6 +84,13 @@ def test_an_address_that_nothing_sets(before, names):
     assert found(*before, *addresses, *ZEROS, *OPERAND, FENCE, PRODUCT.replace("UR4", "UR12"), WAIT) == names
 
 
+@pytest.mark.parametrize(("register", "names"), (("UR32", set()), ("UR31", {"never_set"})))
+def test_a_copy_with_a_uniform_address(register, names):
+    """As ptxas 12.9 writes it: two neighbouring registers are the address and the rest of the descriptor."""
+    copy = f"LDGSTS.E.BYPASS.128 [R12+{register}+0x800], desc[UR33][R18.64], P3"
+    assert found("UMOV UR32, UR4", "UMOV UR33, UR5", copy, *ZEROS, *OPERAND, FENCE, PRODUCT, WAIT) == names
+
+
 def test_spills_in_loops():
     outside = ("STL [R1], R4", ".L_x_0:", "FADD R1, R2, R3", BACK, "LDL R4, [R1]")
     assert in_loops(program(*outside, "EXIT")) == 0
