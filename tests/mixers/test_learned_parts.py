@@ -81,6 +81,23 @@ def test_both_scans_with_a_rotation_turn_each_token_by_its_own_position(name):
     torch.testing.assert_close(mixer(q, k, v, turned), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", SERIAL)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_both_scans_count_a_token_once_and_ratios_are_averaged(name, normalize):
+    mixer, q, k, v, ctx = setting(name, feature_map="elu1", normalize=normalize, causal=True, scan="both", decay=0.9)
+    phi_q, phi_k = torch.nn.functional.elu(q) + 1, torch.nn.functional.elu(k) + 1
+    gamma = mixer.decay().double().detach()
+    there = causal_weights(name, phi_q, phi_k, gamma)
+    back = causal_weights(name, phi_q.flip(1), phi_k.flip(1), gamma).flip(-1, -2)
+    if normalize:
+        weights = sum(w / w.sum(-1, keepdim=True) for w in (there, back)) / 2
+    else:
+        alone = (phi_q * phi_k).sum(-1).mT ** {"la": 1, "hla3": 3}.get(name, 2)
+        weights = there + back - torch.diag_embed(alone)
+    expected = torch.einsum("bhtj,bjhd->bthd", weights, v)
+    torch.testing.assert_close(mixer(q, k, v, ctx), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_hedgehog_projects_each_head_by_its_matrix():
     mixer, q, k, v, ctx = setting("la", feature_map="hedgehog")
 

@@ -166,12 +166,19 @@ class LinearMixer(Mixer):
         return self.phi_q(q), self.phi_k(k)
 
     def _scan(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
-        """Mix in one direction, or add both."""
+        """Mix in one direction, or add both and count the token itself once; weights that sum to one are averaged."""
         o = self._mix(mask, *tensors)
         if self.options.scan == "forward":
             return o
         o = o + self._mix(mask, *(t.flip(1) for t in tensors)).flip(1)
-        return o / 2 if self.options.normalize or self.options.mean_path else o
+        return o / 2 if self.options.normalize or self.options.mean_path else o - self._alone(mask, *tensors)
+
+    def _alone(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
+        """Mix every token with itself only."""
+        each = (t.flatten(0, 1).unsqueeze(1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            o = self._weighted(mask, *each, impl="reference")
+        return o.view(*tensors[0].shape[:3], -1).to(tensors[-1].dtype)
 
     @property
     def _inner_map(self) -> str:
@@ -180,7 +187,11 @@ class LinearMixer(Mixer):
 
     def _mix(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
         """Mix (qkv), (q, k, v) or the five tensors of `_features` in one direction; mask [B, N] of real tokens."""
-        opt, common = self.options, {**self._operator_options(), "key_padding_mask": mask}
+        return self._weighted(mask, *tensors)
+
+    def _weighted(self, mask: Tensor | None, *tensors: Tensor, **more: str) -> Tensor:
+        """Compute `_mix` with further options of the operator."""
+        opt, common = self.options, {**self._operator_options(), "key_padding_mask": mask, **more}
         weights = {"center": opt.center, "mean_path": opt.mean_path, **common}
         if len(tensors) < 5:
             ratio = {"normalize": True, "eps": EPS} if opt.normalize else {}

@@ -96,7 +96,8 @@ class MixerOptions(LocalOptions):
     causal: mix in the raster order of the tokens; "frame": in the order of frames (the first axis of the grid), where
       tokens attend to their own frame and to earlier ones, so that videos can be generated piece by piece
     decay: initial value in (0, 1) of a learned decay per head; none for no decay
-    scan: "forward", or "both" to add the pass in reversed order (averaged if weights sum to one)
+    scan: "forward", or "both" to add the pass in reversed order; a token counts itself once, except if weights sum to
+      one, when the passes are averaged
     ridge: lambda of the second- and third-order key moment (HLA paper, Algorithm 1)
     gains: learn a gain and a shift per head, o -> gain o + shift mean(v), initialised to 1 and 0, and a temperature of
       phi (unless phi is the identity); `zoo.conversion.calibrate` solves for them
