@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.mixers import MixerConfig
+from zoo.mixers.block_mixing import DIVIDING
+from zoo.models.stored_options import restored_options
 
 if TYPE_CHECKING:
     from zoo.models.timm.attention import Site
@@ -70,31 +72,42 @@ def match_checkpoint(model: nn.Module, state_dict: dict[str, Tensor], prefix: st
     return False
 
 
-def compare_tags(sites: "Mapping[str, Site]", tags: Mapping[str, Tensor | None]) -> None:
+def compare_tags(sites: "Mapping[str, Site]", tags: Mapping[str, Tensor | None], strict: bool = False) -> None:
     """Compare the tags of a checkpoint with the layers of the same names; a tag of None stands for softmax.
 
-    Raises ValueError if a layer has another mixer; warns if it has the same mixer with other options.
+    Raises ValueError if a layer has another mixer. For the same mixer with other options: warns, or raises ValueError
+    if `strict`, except for options that cannot be compared.
     """
-    changes = {}
+    differing: dict[str, list[str]] = {}
+    unknown: dict[str, list[str]] = {}
     for name, tag in tags.items():
         found = {"mixer": "softmax"} if tag is None else decode_tag(tag)
-        changes[name] = _changed_options(name, found, sites[name])
+        differing[name], unknown[name] = _changed_options(name, found, sites[name])
+    changes = {name: ", ".join(differing[name] if strict else differing[name] + unknown[name]) for name in tags}
     first = next((name for name in changes if changes[name]), None)
-    if first is not None:
-        kind = sites[first].mixer_name
-        warnings.warn(
-            f"the checkpoint has other options of {kind!r} in {first or 'this layer'}: {changes[first]}", stacklevel=3
-        )
+    if first is None:
+        return
+    kind = sites[first].mixer_name
+    message = f"the checkpoint has other options of {kind!r} in {first or 'this layer'}: {changes[first]}"
+    if strict:
+        raise ValueError(f"{message}; build the model with the options of the checkpoint")
+    warnings.warn(message, stacklevel=3)
+
+
+def check_tags(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if the tags in a full state dict of `model` have another mixer or other options."""
+    sites = {name: site for name, site in sites_of(model) if f"{name}.mixer.tag" in weights}
+    compare_tags(sites, {name: weights[f"{name}.mixer.tag"] for name in sites}, strict=True)
 
 
 @contextlib.contextmanager
 def temporary_tags(model: nn.Module, tags: Mapping[str, Tensor]) -> Iterator[None]:
     """Give the layers of `model` the tags of a checkpoint, for loaders that compare shapes.
 
-    The length of a tag varies with the options. On exit the tags are restored. Raises and warns like `compare_tags`.
+    The length of a tag varies with the options. On exit the tags are restored. Raises ValueError like `check_tags`.
     """
+    check_tags(model, tags)
     sites = {name: site for name, site in sites_of(model) if f"{name}.mixer.tag" in tags}
-    compare_tags(sites, {name: tags[f"{name}.mixer.tag"] for name in sites})
     for name, site in sites.items():
         site.mixer.tag = tags[f"{name}.mixer.tag"].clone()
     yield
@@ -102,8 +115,11 @@ def temporary_tags(model: nn.Module, tags: Mapping[str, Tensor]) -> Iterator[Non
         site.mixer.tag = encode_tag(site.mixer.config).to(site.mixer.tag.device)
 
 
-def _changed_options(layer: str, found: Mapping[str, object], site: "Site") -> str:
-    """Describe the options in which a tag differs from a layer; raise ValueError for another mixer."""
+def _changed_options(layer: str, found: Mapping[str, Any], site: "Site") -> tuple[list[str], list[str]]:
+    """Describe the options in which a tag differs from a layer, and those that cannot be compared.
+
+    Raises ValueError for another mixer.
+    """
     name = site.mixer_name
     if found["mixer"] != name:
         raise ValueError(
@@ -111,9 +127,12 @@ def _changed_options(layer: str, found: Mapping[str, object], site: "Site") -> s
             f"{name!r} there; build or convert the model with {found['mixer']!r}"
         )
     wanted = {} if name == "softmax" else {"mixer": name, **site.mixer.config.plain_options()}
+    stored = {**restored_options(name, {}), "blocks": None, **found}
+    differing = {n: f"{n}={stored[n]!r} (here {wanted[n]!r})" for n in wanted if stored.get(n, wanted[n]) != wanted[n]}
     unknown = [f"{n}={value!r} (unknown here)" for n, value in found.items() if wanted and n not in wanted]
-    differing = [n for n in wanted if n in found and found[n] != wanted[n]]
-    return ", ".join([*(f"{n}={found[n]!r} (here {wanted[n]!r})" for n in differing), *unknown])
+    if stored["blocks"] in (None, DIVIDING) and "blocks" in differing:  # chosen for the grid, as in the layer
+        unknown += [differing.pop("blocks")] * ("blocks" in found)
+    return list(differing.values()), unknown
 
 
 def no_torchscript(module: object) -> NoReturn:

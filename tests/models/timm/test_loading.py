@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import timm
@@ -12,10 +13,11 @@ from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 
 import zoo
 from tests.helpers.mixers import options_of
+from tests.helpers.tiny_diffusers import converted
 from tests.helpers.tiny_models import MIXERS, NARROW, SIZE, image, sites, tiny
 from zoo.models import hla_name
 from zoo.models.checkpoint_tags import decode_tag, encode_tag
-from zoo.models.timm.model_files import Recipe, build_host
+from zoo.models.timm.model_files import Recipe, build_host, save_weights
 
 BASE = "vit_tiny_patch16_224"
 OPTIONS = {"depthwise": "v", "gate": True}
@@ -179,6 +181,35 @@ def test_other_options_are_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         create().load_state_dict(create().state_dict())
+
+
+def test_weights_that_do_not_fit_the_saved_options_are_refused(tmp_path):
+    """A run folder, a folder of timm and one of diffusers whose configuration was edited; never a silent difference."""
+    model, sentence = tiny(BASE), r"other options of 'ahla' in .*: feature_map='relu' \(here 'elu1'\)"
+    zoo.convert(model, "ahla", feature_map="relu")
+    recipe = Recipe(BASE, {k: v for k, v in NARROW.items() if k != "num_classes"}, SIZE, 5, "ahla")
+    save_weights(model, replace(recipe, mixer_options={"feature_map": "elu1"}), tmp_path / "run" / "model.safetensors")
+    zoo.save(model, tmp_path / "timm")
+    transformer = converted("dit", "ahla", feature_map="relu")
+    zoo.save(transformer, tmp_path / "diffusers")
+    for folder in ("timm", "diffusers"):
+        file = tmp_path / folder / "config.json"
+        file.write_text(file.read_text().replace('"relu"', '"elu1"'))
+    for folder in ("run", "timm", "diffusers"):
+        with pytest.raises(ValueError, match=sentence):
+            zoo.load(tmp_path / folder)
+    weights = model.state_dict()
+    other = create(mixer_options={"feature_map": "elu1"})
+    with pytest.warns(UserWarning, match=sentence):
+        other.load_state_dict(weights, strict=False)
+
+
+def test_options_that_an_earlier_tag_omits_are_compared():
+    weights, earlier = create(mixer_options={"feature_map": "elu1"}).state_dict(), {"mixer": "ahla"}
+    tag = torch.tensor([2 * byte for byte in json.dumps(earlier).encode("ascii")], dtype=torch.uint8)
+    weights |= {key: tag for key in weights if key.endswith(".mixer.tag")}
+    with pytest.warns(UserWarning, match=r"feature_map='elu1' \(here 'relu'\)"):
+        create(mixer_options={"feature_map": "relu"}).load_state_dict(weights)
 
 
 def test_tags_survive_averages_and_casts():

@@ -19,7 +19,7 @@ from zoo.errors import shortened, unknown_name
 from zoo.files import RUN_CONFIG, replacing
 from zoo.mixers import MixerConfig
 from zoo.models import CONVERTED
-from zoo.models.checkpoint_tags import sites_of
+from zoo.models.checkpoint_tags import check_tags, sites_of
 from zoo.models.convert import swap
 from zoo.models.digests import check_digest, digest_header
 from zoo.models.model_card import write_card
@@ -335,7 +335,11 @@ def load_model(path: str | Path) -> tuple[nn.Module, Recipe]:
 
 
 def load_strict(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
-    """Load weights whose keys must match the model. Raises ValueError with the first difference."""
+    """Load weights whose keys and mixer options must match the model. Raises ValueError with the first difference."""
+    try:
+        check_tags(model, weights)
+    except ValueError as error:
+        raise ValueError(f"the checkpoint {where} does not fit the model: {error}") from error
     own = model.state_dict()
     if not any(MIXER_PREFIX in k for k in weights):  # softmax checkpoint: mixers keep their initial values
         own = {k: v for k, v in own.items() if MIXER_PREFIX not in k}
