@@ -16,6 +16,10 @@ POOLED = (
 ALREADY_LINEAR = "its attention is already linear in the number of tokens"
 BIASED = "it adds a learned position bias to the attention matrix, which a linear mixer never forms"
 BIASED_WINDOWS = f"{BIASED}; in MaxViT, attention is also limited to windows"
+CONVOLVED = (
+    "its global attention computes q, k, v and the output by convolutions, and only linear projections are converted; "
+    "take a caformer_* or pit_* model"
+)
 SPECIAL = "its attention has another form (talking heads, outlook, gated position, nested or crossed scales)"
 
 REFUSED: dict[str, str] = {
@@ -27,6 +31,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(["xcit", "coat", "edgenext", "efficientvit_mit", "lowformer", "swiftformer"], ALREADY_LINEAR),
     **dict.fromkeys(["beit", "levit", "efficientformer", "efficientformer_v2"], BIASED),
     **dict.fromkeys(["vision_transformer_relpos", "vision_transformer_sam"], BIASED),
+    **dict.fromkeys(["visformer"], CONVOLVED),
     **dict.fromkeys(["cait", "volo", "convit", "tnt", "crossvit"], SPECIAL),
 }
 WIDTHS = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1152: "so400m", 1280: "huge", 1536: "giant"}

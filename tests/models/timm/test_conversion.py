@@ -283,6 +283,7 @@ REFUSED = {
     "coat_tiny": "coat'.*already linear",
     "beit_base_patch16_224": "beit'.*position bias",
     "levit_128s": "levit'.*position bias",
+    "visformer_tiny": "visformer'.*by convolutions.*take a caformer",
     "vit_relpos_small_patch16_224": "vision_transformer_relpos'.*position bias",
     "samvit_base_patch16": "vision_transformer_sam'.*position bias",
     "cait_xxs24_224": "cait'.*another form",
