@@ -84,10 +84,13 @@ def with_stored_options(model: M, checkpoint: Path | None) -> M:
             tags = [decode_tag(opened.get_tensor(key)) for key in opened.keys() if key.endswith(".mixer.tag")]  # noqa: SIM118
     except (SafetensorError, OSError, ValueError):
         return model
-    stored = next((tag for tag in tags if tag["mixer"] == model.mixer), None)
-    if stored is None:
+    tags = [tag for tag in tags if tag["mixer"] == model.mixer]
+    if not tags:
         return model
-    known = {field.name for field in fields(MIXERS[model.mixer].defaults)}
-    stored = {key: value for key, value in stored.items() if key in known}
+    defaults = MIXERS[model.mixer].defaults
+    stored = {field.name: tags[0][field.name] for field in fields(defaults) if field.name in tags[0]}
+    for key, value in stored.items():
+        if any(tag.get(key) != value for tag in tags):  # blocks, which are chosen for the grid of each stage
+            stored[key] = getattr(defaults, key)
     options = {**restored_options(model.mixer, stored), **model.mixer_options}
     return replace(model, mixer_options=options)

@@ -1,6 +1,7 @@
 """Hierarchical models of timm: every stage has attention over its own grid, or none."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import timm
@@ -14,6 +15,8 @@ from tests.helpers.tiny_models import gradients, image, sites, stir
 from zoo.conversion.inspection import inspect
 from zoo.models.timm.model_files import WEIGHTS, Recipe, build, load_model, save_weights, with_resolved_options
 from zoo.models.timm.registry import REGISTERED_MIXERS
+from zoo.train.run_folder import with_stored_options
+from zoo.train.settings import ModelSettings
 
 SHALLOW = {"depths": [1, 1, 2, 1], "dims": [16, 32, 64, 32]}
 NARROW = {**SHALLOW, "num_classes": 5}
@@ -188,6 +191,15 @@ def test_run_folders_are_loaded(host, tmp_path):
     again, found = load_model(tmp_path)
     x = image(height=96, width=96)
     assert found == recipe and torch.equal(again.eval()(x), model(x))
+
+
+def test_a_run_resumes_with_the_blocks_of_each_stage(tmp_path):
+    model = build(RECIPES["pit"])
+    save_weights(model, RECIPES["pit"], tmp_path / WEIGHTS)
+    options = with_stored_options(ModelSettings(name="pit_ti_224", mixer="mhla"), tmp_path).mixer_options
+    again = build(replace(RECIPES["pit"], mixer_options=options))
+    assert options["feature_map"] == "power"
+    assert [s.mixer.blocks for s in sites(again)] == [s.mixer.blocks for s in sites(model)] == [(3, 3), (2, 2), (1, 1)]
 
 
 @pytest.mark.parametrize("host", HOSTS)
