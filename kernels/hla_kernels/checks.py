@@ -357,9 +357,8 @@ def check_decay(decay: float | Tensor | None, n_heads: int, n_key_heads: int, dt
             raise ValueError(f"{wrong}, got {decay}.")
         return
     if decay.dim() != 1 or decay.shape[0] not in (n_heads, n_key_heads):
-        raise ValueError(
-            f"decay must be a float or have shape [{n_heads}] or [{n_key_heads}], got shape {tuple(decay.shape)}."
-        )
+        shapes = " or ".join(f"[{n}]" for n in dict.fromkeys((n_heads, n_key_heads)))
+        raise ValueError(f"decay must be a float or have shape {shapes}, got shape {tuple(decay.shape)}.")
     if not decay.dtype.is_floating_point:
         raise ValueError(f"decay must be floating point, got {decay.dtype}.")
     if torch.compiler.is_compiling() or decay.device.type != "cpu":
