@@ -122,6 +122,10 @@ def test_files_and_folders_stay_small(folder):
         assert len(entries) <= most, f"{place.relative_to(ROOT)} has {len(entries)} entries, more than {most}"
 
 
+def test_kernels_of_two_sided_operators_stay_few():
+    assert sum(len(path.read_text().splitlines()) for path in files("kernels/hla_kernels/hla/fused")) <= 4500
+
+
 def test_public_functions_have_docstrings():
     for folder in MAY_IMPORT:
         for path in files(folder):

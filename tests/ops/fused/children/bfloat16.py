@@ -106,6 +106,16 @@ def test_short_heads(monkeypatch, op, options, d):
     check(spec, *inputs, run(monkeypatch, spec, *inputs, path, save=True, packed=True))
 
 
+@pytest.mark.parametrize("which", (1, 2), ids=("k", "v"))
+@pytest.mark.parametrize("op", OPS)
+def test_channels_with_a_mean(monkeypatch, op, which):
+    """Twice their deviation, which nothing subtracts."""
+    interpret_bfloat16(monkeypatch)
+    tokens, grad, c = make(Spec(op), 70, 64, 64, (1, 1), BF16)
+    tokens[which].add_(2)
+    check(Spec(op), tokens, grad, c, run(monkeypatch, Spec(op), tokens, grad, c, "split", save=True, packed=True))
+
+
 @pytest.mark.parametrize("more", ({}, {"mask": True}, {"mean": 2.0, "mask": True}, {"turned": True}), ids=str)
 def test_block_mixing(monkeypatch, more):
     interpret_bfloat16(monkeypatch)
