@@ -13,6 +13,7 @@ from zoo.models.timm.model_files import (
     Recipe,
     build_host,
     convert_model,
+    has_stages_of_any_size,
     load_strict,
     read_recipe,
     read_weights,
@@ -42,12 +43,23 @@ def plan(settings: ModelSettings, n_classes: int | None = None) -> tuple[Recipe,
         if found is None:
             raise ValueError("model.name is empty and no checkpoint says which model it is; give model.name=TIMM_NAME")
         recipe = found.host() if settings.img_size is None else replace(found.host(), img_size=settings.img_size)
+    if has_stages_of_any_size(recipe):
+        recipe = _with_block_size(recipe, settings, found)
     classes = n_classes or (found.num_classes if found else timm_classes(recipe.name))
     options = settings.mixer_options
     if found and found.mixer == settings.mixer and "blocks" in found.mixer_options:  # also for another image size
         options = {"blocks": found.mixer_options["blocks"], **options}
     recipe = replace(recipe, num_classes=classes, mixer=settings.mixer, mixer_options=options)
     return replace(recipe, layers=settings.layers, keep_softmax=settings.keep_softmax), found
+
+
+def _with_block_size(recipe: Recipe, settings: ModelSettings, found: Recipe | None) -> Recipe:
+    """Add the image size for which blocks are chosen: the one of a converted checkpoint, else the one of the model."""
+    size = recipe.img_size
+    if found and (found.mixer or (timm.is_model(found.name) and hasattr(timm.model_entrypoint(found.name), "mixer"))):
+        size = found.kwargs.get("img_size")
+    size = settings.kwargs.get("img_size", size)
+    return recipe if size is None else replace(recipe, kwargs={**recipe.kwargs, "img_size": size})
 
 
 def start_classifier(settings: ModelSettings, n_classes: int | None = None) -> tuple[nn.Module, nn.Module, Recipe]:

@@ -11,9 +11,16 @@ from zoo.files import RUN_CONFIG as CONFIG
 from zoo.mixers import MIXERS
 from zoo.models.checkpoint_tags import decode_tag
 from zoo.models.stored_options import restored_options
-from zoo.models.timm.model_files import WEIGHTS, holds_diffusers_model, holds_weights
+from zoo.models.timm.backbone import USUAL_SIZE
+from zoo.models.timm.model_files import (
+    WEIGHTS,
+    has_stages_of_any_size,
+    holds_diffusers_model,
+    holds_weights,
+    read_recipe,
+)
 from zoo.train.checkpoint import choose_checkpoint, list_checkpoints
-from zoo.train.settings import CHANGEABLE, AnySettings, MixerSettings
+from zoo.train.settings import CHANGEABLE, AnySettings, MixerSettings, ModelSettings
 
 CHECKPOINTS = "checkpoints"
 MOST_NAMED = 10  # maximum number of keys in an error message
@@ -77,7 +84,10 @@ def begin_folder(settings: AnySettings) -> None:
 def with_stored_options(model: M, checkpoint: Path | None) -> M:
     """Complete the model settings with the mixer options stored in a checkpoint, since defaults may have changed since
     the run began. A checkpoint that cannot be read changes nothing here; loading it raises an error later."""
-    if checkpoint is None or model.mixer not in MIXERS:
+    if checkpoint is None:
+        return model
+    model = _with_stored_size(model, checkpoint / WEIGHTS)
+    if model.mixer not in MIXERS:
         return model
     try:
         with safe_open(checkpoint / WEIGHTS, "pt") as opened:
@@ -94,3 +104,17 @@ def with_stored_options(model: M, checkpoint: Path | None) -> M:
             stored[key] = getattr(defaults, key)
     options = {**restored_options(model.mixer, stored), **model.mixer_options}
     return replace(model, mixer_options=options)
+
+
+def _with_stored_size(model: M, weights: Path) -> M:
+    """Complete the keywords of a model with stages with the image size for which its blocks were chosen, which earlier
+    checkpoints do not store."""
+    if not isinstance(model, ModelSettings):
+        return model
+    try:
+        recipe = read_recipe(weights)
+    except ValueError:
+        return model
+    if recipe is None or not has_stages_of_any_size(recipe):
+        return model
+    return replace(model, kwargs={"img_size": recipe.kwargs.get("img_size", USUAL_SIZE), **model.kwargs})

@@ -15,6 +15,7 @@ from tests.helpers.tiny_models import gradients, image, sites, stir
 from zoo.conversion.inspection import inspect
 from zoo.models.timm.model_files import WEIGHTS, Recipe, build, load_model, save_weights, with_resolved_options
 from zoo.models.timm.registry import REGISTERED_MIXERS
+from zoo.train.model import start_classifier
 from zoo.train.run_folder import with_stored_options
 from zoo.train.settings import ModelSettings
 
@@ -52,6 +53,10 @@ def pit() -> PoolingVisionTransformer:
 
 PIT_GRIDS = [(23, 15), (12, 8), (6, 4)]
 HOSTS = {"caformer": (caformer, 3, "0, 1"), "fastvit": (fastvit, 2, "0, 1, 2")}
+
+
+def blocks(model: torch.nn.Module) -> list[tuple[int, ...]]:
+    return [site.mixer.blocks for site in sites(model)]
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +196,40 @@ def test_run_folders_are_loaded(host, tmp_path):
     again, found = load_model(tmp_path)
     x = image(height=96, width=96)
     assert found == recipe and torch.equal(again.eval()(x), model(x))
+
+
+def test_vlt_chooses_blocks_for_the_image_size(tmp_path):
+    model = timm.create_model("vlt_mhla_small", img_size=512, **NARROW).eval()
+    zoo.save(model, tmp_path)
+    other = timm.create_model("vlt_mhla_small", **NARROW)
+    again = zoo.load(tmp_path)
+    assert blocks(model) == blocks(again) == [(11, 11), (8, 8), (6, 6), (6, 6), (4, 4)]
+    assert blocks(other) == [(7, 7), (5, 5), (4, 4), (4, 4), (2, 2)]
+    x = image(height=128, width=128)
+    assert torch.equal(again(x), model(x))
+
+
+@pytest.mark.parametrize("settings", [{"name": "vlt_mhla_small"}, {"name": "vlt_small", "mixer": "mhla"}])
+def test_runs_choose_blocks_for_the_image_size(settings, tmp_path):
+    """Their files store the size; files of earlier versions, which store none, keep the blocks for 224 pixels."""
+    given = ModelSettings(**settings, kwargs=dict(SHALLOW), img_size=512)
+    model, _, recipe = start_classifier(given, 5)
+    save_weights(model, recipe, tmp_path / "new" / WEIGHTS)
+    on = ModelSettings(checkpoint=str(tmp_path / "new"), mixer=given.mixer, img_size=64)
+    loaded = zoo.load(tmp_path / "new"), start_classifier(on, 5)[0]
+    assert [blocks(m)[0] for m in (model, *loaded)] == [(11, 11)] * 3
+    kwargs = {key: value for key, value in recipe.kwargs.items() if key != "img_size"}
+    earlier = replace(recipe, kwargs=kwargs)
+    save_weights(build(earlier), earlier, tmp_path / "earlier" / WEIGHTS)
+    resumed = start_classifier(with_stored_options(given, tmp_path / "earlier"), 5)[0]
+    assert blocks(zoo.load(tmp_path / "earlier"))[0] == blocks(resumed)[0] == (7, 7)
+
+
+def test_a_conversion_of_a_run_chooses_blocks_for_its_own_image_size(tmp_path):
+    host, _, recipe = start_classifier(ModelSettings(name="vlt_small", kwargs=dict(SHALLOW), img_size=64), 5)
+    save_weights(host, recipe, tmp_path / WEIGHTS)
+    model, _, _ = start_classifier(ModelSettings(checkpoint=str(tmp_path), mixer="mhla", img_size=512), 5)
+    assert blocks(model)[0] == (11, 11)
 
 
 def test_a_run_resumes_with_the_blocks_of_each_stage(tmp_path):

@@ -1,5 +1,6 @@
 """Interface of `zoo.convert` to timm models."""
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from timm.layers import Attention, AttentionPoolLatent, AttentionRope, is_scriptable
@@ -41,13 +42,20 @@ from zoo.models.unsupported import check_is_module, refuse_block, refuse_dropout
 
 TimmAttention: TypeAlias = Attention | AttentionRope | EvaAttention | MetaFormerAttention | FastVitAttention
 
-USUAL_SIZE = 224  # pixels for which blocks are chosen in models with stages that take images of any size
+USUAL_SIZE = 224  # pixels for which blocks are chosen in models with stages, unless `with_block_size` sets another size
 
 
 def usual_grid(model: TimmModel) -> Grid | None:
     """Return the token grid of the input size, or of the position embedding of NaFlexViT; None without either."""
     grid = model.embeds.pos_embed_grid_size if isinstance(model, NaFlexVit) else model.patch_embed.grid_size
     return None if grid is None else tuple(grid)
+
+
+def with_block_size(model: nn.Module, size: int | Sequence[int] | None) -> nn.Module:
+    """Set the image size for which blocks are chosen in a model with stages, and return it; None: the usual size."""
+    if size is not None:
+        setattr(model, "block_size", (size, size) if isinstance(size, int) else tuple(size))  # noqa: B010
+    return model
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -99,7 +107,8 @@ class TimmBackbone:
         if isinstance(model, PoolingVisionTransformer):
             grid = tuple(-(-n * reductions[0] // reductions[stage]) for n in model.patch_embed.grid_size)
             return layer_spec(attn, grid, model.num_tokens)
-        return layer_spec(attn, (USUAL_SIZE // reductions[stage],) * 2, 0)
+        size = getattr(model, "block_size", (USUAL_SIZE, USUAL_SIZE))
+        return layer_spec(attn, tuple(-(-n // reductions[stage]) for n in size), 0)
 
     def note(self, model: TimmModel) -> str:
         stages = ((name.rpartition(".")[2], stage) for name, stage in stages_of(model).items())

@@ -24,6 +24,8 @@ from zoo.models.convert import swap
 from zoo.models.digests import check_digest, digest_header
 from zoo.models.model_card import write_card
 from zoo.models.stored_options import restored_arguments, restored_options
+from zoo.models.timm.backbone import with_block_size
+from zoo.models.timm.registry import takes_any_size
 
 MIXER_PREFIX = ".mixer."  # in the names of all mixer parameters
 HEADER = "hla_zoo"  # key of the safetensors header that holds a Recipe as JSON
@@ -36,7 +38,6 @@ FILE_KEYWORDS = {"checkpoint_path", "pretrained_cfg", "cache_dir"}  # keywords t
 OVERLAY = "pretrained_cfg_overlay"  # may change the input of a model, not the location of its weights
 OVERLAY_KEYS = {"input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode"}
 # errors of timm, torch and diffusers for invalid sizes and names
-ANY_SIZE = ("metaformer", "fastvit", "vlt")  # modules of models with stages
 UNBUILT = (
     TypeError,
     NameError,
@@ -86,11 +87,14 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
     if not timm.is_model(recipe.name):
         raise unknown_name("timm model", recipe.name, timm.list_models())
     _check_no_files(recipe.kwargs)
-    size = {} if recipe.img_size is None or _takes_any_size(recipe) else {"img_size": recipe.img_size}
+    kwargs, size = dict(recipe.kwargs), None
+    if not has_stages_of_any_size(recipe):
+        kwargs |= {} if recipe.img_size is None else {"img_size": recipe.img_size}
+    elif not hasattr(timm.model_entrypoint(recipe.name), "mixer") and recipe.name != CONVERTED:
+        size = kwargs.pop("img_size", None)
     try:
-        model = timm.create_model(
-            recipe.name, pretrained=pretrained, num_classes=recipe.num_classes, **size, **recipe.kwargs
-        )
+        model = timm.create_model(recipe.name, pretrained=pretrained, num_classes=recipe.num_classes, **kwargs)
+        with_block_size(model, size)
     except OSError as error:  # includes the errors of huggingface_hub
         raise ValueError(f"timm cannot load the weights of {recipe.name}: {str(error).splitlines()[0]}") from error
     except UNBUILT as error:
@@ -102,10 +106,9 @@ def build_host(recipe: Recipe, pretrained: bool = False) -> nn.Module:
     return model
 
 
-def _takes_any_size(recipe: Recipe) -> bool:
-    """Whether the model takes images of any size, and no keyword img_size."""
-    base = str(recipe.kwargs.get("base", recipe.name)).partition(".")[0]
-    return timm.is_model(base) and timm.model_entrypoint(base).__module__.rpartition(".")[2] in ANY_SIZE
+def has_stages_of_any_size(recipe: Recipe) -> bool:
+    """Whether the model takes images of any size; then the keyword img_size is the size for which blocks are chosen."""
+    return takes_any_size(str(recipe.kwargs.get("base", recipe.name)).partition(".")[0])
 
 
 def _check_no_files(kwargs: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
     get_pretrained_cfg,
+    is_model,
     is_model_pretrained,
     model_entrypoint,
     register_model,
@@ -27,9 +28,11 @@ from zoo.models import Conversion, hla_name
 from zoo.models.convert import apply_conversions
 from zoo.models.saved_config import record_architecture
 from zoo.models.stored_options import restored_options
+from zoo.models.timm.backbone import with_block_size
 from zoo.models.timm.models import HLAModel
 
 REGISTERED_MIXERS = tuple(name for name in MIXERS if name != "softmax")
+ANY_SIZE = ("metaformer", "fastvit", "vlt")  # modules of models with stages
 SOURCES = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "tag", "license")
 DESCRIPTIONS = ("description", "origin_url", "paper_name", "paper_ids", "notes")
 
@@ -96,6 +99,12 @@ def is_stored(kwargs: dict[str, Any]) -> bool:
     return source in ("hf-hub", "local-dir")
 
 
+def takes_any_size(base: str) -> bool:
+    """Whether the timm model `base` takes images of any size, and no keyword img_size. For converted models this
+    keyword is the size for which blocks are chosen."""
+    return is_model(base) and model_entrypoint(base).__module__.rpartition(".")[2] in ANY_SIZE
+
+
 def build_converted(
     base: str, name: str, conversions: Sequence[Conversion], pretrained: bool, kwargs: dict[str, Any]
 ) -> nn.Module:
@@ -105,11 +114,12 @@ def build_converted(
     """
     if kwargs.pop("use_naflex", False):
         raise ValueError(f"{name} has no NaFlex form: create a naflexvit_* model, or convert one")
+    size = kwargs.pop("img_size", None) if takes_any_size(base) else None
     made = []
 
     def build(host_class: type[nn.Module], _variant: str, pretrained: bool, **build_kwargs) -> nn.Module:
         def converted(*args, **model_kwargs) -> nn.Module:
-            model = host_class(*args, **model_kwargs)
+            model = with_block_size(host_class(*args, **model_kwargs), size)
             apply_conversions(model, conversions)
             made.append(base)
             setattr(model, "hla_base", base)  # noqa: B010  nn.Module declares no such attribute
