@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import io
+import json
 import tokenize
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hla_kernels.dispatch import verify
 TESTED = {
     "two-sided": (("hla/fused", "features"), "9f1d14d34aff6ed6"),
     "causal": (("hla/stages", "features"), "67f1d170f2eb6ae3"),
-    "mhla": (("blockmix/fused", "hla/fused", "features"), "a3e0f4f073242f10"),
+    "mhla": (("blockmix/fused", "hla/fused", "features"), "b89ab346f68c02e7"),
     "delta": (("delta_rule",), "81824976d9f71c2c"),
     "adaptive_multipole": (("softmax/adaptive/fused",), "7fdba15482ecd7fb"),
     "features": (("features",), "1834217643d5f111"),
@@ -53,3 +54,11 @@ def test_shipped_kernels_are_those_that_passed_on_a_gpu(family):
 def test_prose_does_not_count():
     assert without_prose('def f():\n    """A."""\n    return 1  # one') == without_prose("def f():\n    return 1")
     assert without_prose("def f():\n    return 1") != without_prose("def f():\n    return 2")
+
+
+def test_kernels_are_named_after_their_family():
+    """All kernels that were compiled offline."""
+    families = ("hla", "causal", "blockmix", "delta_rule", "adaptive", "map", "power", "norm")
+    lines = (Path(__file__).parent / "offline" / "verdicts.jsonl").read_text().splitlines()
+    names = {json.loads(line)["result"].get("kernel", "hla_") for line in lines}
+    assert names and {name for name in names if not name.startswith(tuple(f"{x}_" for x in families))} == set()

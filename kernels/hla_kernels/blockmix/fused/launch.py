@@ -15,7 +15,7 @@ from ..layout import BlockOptions
 from . import plan
 from .apply import blockmix_query_grads, blockmix_query_products, blockmix_read_out, blockmix_token_grads
 from .mixing import add, mixed, mixed_back
-from .orders import left_grads, operators, right_grads
+from .orders import blockmix_left_grads, blockmix_operators, blockmix_right_grads
 from .reduce import blockmix_reduce_moments, blockmix_sum_values
 from .spec import Moments, Saved, Sizes, moment_precisions, precision, widths
 
@@ -203,7 +203,7 @@ def operator_of(call: Call, x: Moments) -> Operator:
     room = call.moments(call.size.operators())
     shift = None if room.vector is None else call.buffer(call.programs * call.dv)
     out = Operator(room.matrix, room.vector, shift)
-    product(call, operators, call.w.V.D, x.matrix, x.vector, x.left, *out)
+    product(call, blockmix_operators, call.w.V.D, x.matrix, x.vector, x.left, *out)
     return out
 
 
@@ -231,8 +231,8 @@ def token_grads_call(
     if order != "la":
         dy = call.moments(call.size)
         given = (*saved.mixed, d_operator.matrix, d_operator.vector, y.shift)
-        product(call, right_grads, call.w.V.D, *given, dy.matrix, dy.vector)
-        product(call, left_grads, call.w.F.D, *given, dy.left)
+        product(call, blockmix_right_grads, call.w.V.D, *given, dy.matrix, dy.vector)
+        product(call, blockmix_left_grads, call.w.F.D, *given, dy.left)
     dm = mixed_back(call, dy, saved.local, dx)
     shared = (call.keep, call.scales, saved.anchor, *call.angles)
     if order != "la":

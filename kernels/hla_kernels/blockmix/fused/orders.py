@@ -15,7 +15,7 @@ from ...hla.fused.tiles import axpy2, load4, load_vec, store_vec, vecmat
 
 
 @triton.jit
-def operators(
+def blockmix_operators(
     right, vector, left, out, out_vector, shift, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, PREC: tl.constexpr
 ):
     """Compute O' or, for a ratio, O' - a o', o and the shift a, the output of a query with equal features."""
@@ -53,7 +53,7 @@ def unshifted(d_vector, shift, g, F: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def right_grads(
+def blockmix_right_grads(
     right, vector, left, d_out, d_vector, shift, to, to_vector, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def right_grads(
 
 
 @triton.jit
-def left_grads(
+def blockmix_left_grads(
     right, vector, left, d_out, d_vector, shift, to, F: tl.constexpr, V: tl.constexpr, BR: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip

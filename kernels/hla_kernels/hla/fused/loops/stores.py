@@ -1,4 +1,7 @@
-"""Stores of token tiles, and of the two numbers per token of a ratio."""
+"""Stores of token tiles, and of the two numbers per token of a ratio.
+
+Apart, since four files of passes (`first`, `writes`, `wide`, `ratio`) use them.
+"""
 
 import triton
 import triton.language as tl
