@@ -37,7 +37,14 @@ def video(name: str, device: str = "cpu", spread: bool = False) -> dict[str, tor
 
 
 def work(device: str) -> Found:
-    return {name: video(name, device, spread=True) for name in MODELS}
+    """Results of all models; of one that fails, the error as a name, so that the others run."""
+    found = {}
+    for name in MODELS:
+        try:
+            found[name] = video(name, device, spread=True)
+        except (RuntimeError, ValueError) as error:
+            found[name] = {f"failed: {error}"[:500]: torch.empty(0)}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +52,15 @@ def ranks(tmp_path_factory):
     return on_ranks(work, RANKS, tmp_path_factory.mktemp("ranks"), "cpu")
 
 
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory):
+    return on_ranks(work, RANKS, tmp_path_factory.mktemp("gpus"), "cuda", device="cuda")
+
+
 def same_video(ranks, case: str, wanted: dict[str, torch.Tensor], tolerance: float) -> None:
     parts = [rank[case] for rank in ranks]
     for part in parts:
+        assert "o" in part, next(iter(part))
         torch.testing.assert_close(part["o"], wanted["o"], rtol=tolerance, atol=tolerance)
     for name, whole in wanted.items():
         if name != "o":  # each rank has the gradients from its tokens
@@ -62,11 +75,10 @@ def test_wan_on_two_ranks(ranks, name):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
-def test_wan_on_two_gpus(tmp_path):
-    found = on_ranks(work, RANKS, tmp_path, "cuda", device="cuda")
-    for case in MODELS:
-        wanted = {name: t.cpu() for name, t in video(case, "cuda").items()}
-        same_video(found, case, wanted, 5e-5)  # on two H200: outputs 5e-7 apart, gradients 2e-5 (poly)
+@pytest.mark.parametrize("name", MODELS)
+def test_wan_on_two_gpus(gpus, name):
+    wanted = {key: t.cpu() for key, t in video(name, "cuda").items()}
+    same_video(gpus, name, wanted, 5e-5)  # on two H200: outputs 5e-7 apart, gradients 2e-5 (poly)
 
 
 @pytest.mark.parametrize(
