@@ -139,7 +139,7 @@ def test_a_video_in_chunks_is_the_video():
 @pytest.mark.parametrize("name", ["wan", "ltx"])
 @torch.no_grad()
 def test_positions_of_later_frames(name):
-    """Equal to those of the whole video, and of the frames of a piece only: memory does not grow with their place."""
+    """A piece has its rows of the whole video's tables and no others, so that later pieces take no more memory."""
     model, found = model_of(name, "la"), []
     block = model.transformer_blocks[0] if name == "ltx" else model.blocks[0]
     read = lambda _, args, named: found.append(named["image_rotary_emb"] if name == "ltx" else args[3])  # noqa: E731

@@ -104,7 +104,7 @@ def against_first_order(result: dict[str, Any], speeds: Rows | None = None) -> l
     rates = speeds_of(result["rows"] if speeds is None else speeds)
     table = gains(tasks, cells, rates)
     timed = ", ".join(dict.fromkeys(task for _, task in rates))
-    measured = f", and speed, the geometric mean over {timed} unless it names others" if timed else ""
+    measured = f", and speed, the geometric mean over {timed}, or over the tasks that it names" if timed else ""
     return [table, GAINS.format(measured=measured), answers(tasks, cells, rates)] if table else []
 
 

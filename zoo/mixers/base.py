@@ -171,13 +171,13 @@ class LinearMixer(Mixer):
         if self.options.scan == "forward":
             return o
         o = o + self._mix(mask, *(t.flip(1) for t in tensors)).flip(1)
-        return o / 2 if self.options.normalize or self.options.mean_path else o - self._alone(mask, *tensors)
+        return o / 2 if self.options.normalize or self.options.mean_path else o - self._alone(*tensors)
 
-    def _alone(self, mask: Tensor | None, *tensors: Tensor) -> Tensor:
-        """Mix every token with itself only."""
+    def _alone(self, *tensors: Tensor) -> Tensor:
+        """Mix every token with itself only; causal mixers take no mask."""
         each = (t.flatten(0, 1).unsqueeze(1).to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
         with torch.autocast(tensors[0].device.type, enabled=False):
-            o = self._weighted(mask, *each, impl="reference")
+            o = self._weighted(None, *each, impl="reference")
         return o.view(*tensors[0].shape[:3], -1).to(tensors[-1].dtype)
 
     @property
