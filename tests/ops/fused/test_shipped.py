@@ -12,7 +12,8 @@ import pytest
 import hla_kernels
 from hla_kernels.dispatch import verify
 
-# family -> (folders of its kernels and plans, digest of their code when all of its GPU tests passed last)
+# family -> (folders of its kernels and plans, digest of the code that passed all of its GPU tests, or of code with
+# other names that Triton compiles to the same)
 TESTED = {
     "two-sided": (("hla/fused", "features"), "9f1d14d34aff6ed6"),
     "causal": (("hla/stages", "features"), "67f1d170f2eb6ae3"),
